@@ -1,0 +1,55 @@
+"""Every error the library raises on purpose, drawn once:
+
+    ExpungeError
+    ├── InputError (ValueError)      a value the user gave is unusable        exit code 2
+    │   └── DomainError              a formula was asked outside its domain   exit code 2
+    ├── CalibrationError             no value of the free parameter can meet the target   exit code 2
+    ├── UnlearningError              a model or data set that cannot be certified         exit code 2
+    ├── CertificateError             a file that is not a usable certificate              exit code 2
+    └── VerificationError            a certificate that does not hold          exit code 1
+
+The sentence of an error names the field, the value and what would be valid.
+"""
+
+from __future__ import annotations
+
+
+class ExpungeError(Exception):
+    """Root of the tree: ``except expunge.ExpungeError`` catches all that is raised on purpose."""
+
+    exit_code = 2
+
+
+class InputError(ExpungeError, ValueError):
+    """A value the user gave is unusable.
+
+    >>> str(InputError.of("noise_std", -1.0, "a finite number >= 0"))
+    'noise_std is -1.0; it must be a finite number >= 0'
+    """
+
+    @classmethod
+    def of(cls, field: str, value: object, valid: str) -> InputError:
+        """The one sentence: field, value, what is valid."""
+        return cls(f"{field} is {value!r}; it must be {valid}")
+
+
+class DomainError(InputError):
+    """A formula was asked for outside the domain where it is sound."""
+
+
+class CalibrationError(ExpungeError):
+    """No value of the free parameter can meet the target; the sentence says which bound forbids it."""
+
+
+class UnlearningError(ExpungeError):
+    """A model, data set or loss that cannot be unlearned with a certificate."""
+
+
+class CertificateError(ExpungeError):
+    """A file that is not a usable certificate, record or weights file."""
+
+
+class VerificationError(ExpungeError):
+    """A certificate that does not hold; the sentence names each thing that differs."""
+
+    exit_code = 1
