@@ -1,0 +1,67 @@
+"""Files that are either complete or not there, and reads that cannot run away."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from expunge.errors import CertificateError, InputError
+
+
+def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write ``data`` to ``path``: a temporary file beside it, fsync, then one rename.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_atomic(Path(folder) / "x.json", b"{}")
+    ...     sorted(p.name for p in Path(folder).iterdir())
+    ['x.json']
+    """
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise InputError.of("path", str(target), "inside a folder that exists")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            file.writelines([data] if isinstance(data, bytes) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_folder(target.parent)
+
+
+def read_limited(path: str | Path, limit: int, what: str) -> bytes:
+    """The bytes of a regular file of at most ``limit`` bytes.
+
+    >>> read_limited("/nowhere/c.json", 10, "certificate")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.CertificateError: certificate /nowhere/c.json is not a file that can be read: ...
+    """
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(limit + 1)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise CertificateError(
+            f"{what} {path} is not a file that can be read: {reason.lower()}"
+        ) from None
+    if len(data) > limit:
+        raise CertificateError(f"{what} {path} is larger than {limit:,} bytes")
+    return data
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable, where the system lets a folder be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
