@@ -1,0 +1,273 @@
+"""One hash for a set of named tensors, in memory or in a safetensors file, without torch.
+
+With H = SHA-256, each tensor has a leaf and the set has a root:
+
+    leaf = H(length of header as 8 bytes ‖ header ‖ little-endian data)
+    header = JSON ["expunge/tensor-1", name, dtype, shape]
+    root = H("expunge/tensors-1\\0" ‖ count as 8 bytes ‖ leaves in ascending order)
+
+Leaves may be computed anywhere and in any order, so one process and many that hold a part of the
+tensors each give the same root. Dtype names are those of safetensors (F32, BF16, …).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from expunge.errors import CertificateError, InputError
+from expunge.files import write_atomic
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# Bytes per element, in the order in which safetensors files keep their tensors (last one first).
+DTYPES: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
+    "C64": 8, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file; ``offset`` is counted from the end of the header."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The header of a safetensors file, and the bytes it was read from."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str] | None
+    header: bytes
+
+    @property
+    def data_start(self) -> int:
+        return 8 + len(self.header)
+
+
+def hash_leaf(name: str, dtype: str, shape: Sequence[int], data: Iterable[Buffer]) -> bytes:
+    """The leaf of one tensor, from the chunks of its little-endian bytes.
+
+    >>> hash_leaf("w", "F32", (2,), [bytes(8)]) == hash_leaf("w", "F32", (2,), [bytes(4), bytes(4)])
+    True
+    """
+    header = json.dumps(["expunge/tensor-1", name, dtype, [int(n) for n in shape]])
+    leaf = hashlib.sha256(len(header).to_bytes(8, "little") + header.encode("ascii"))
+    length = 0
+    for chunk in data:
+        flat = _flat(chunk)
+        leaf.update(flat)
+        length += len(flat)
+    expected = tensor_bytes(dtype, shape)
+    if length != expected:
+        raise InputError.of(f"bytes of {name}", length, f"{expected} for {dtype} {list(shape)}")
+    return leaf.digest()
+
+
+def combine_leaves(leaves: Iterable[bytes]) -> str:
+    """The root over all leaves, in hexadecimal.
+
+    >>> combine_leaves([b"b" * 32, b"a" * 32]) == combine_leaves([b"a" * 32, b"b" * 32])
+    True
+    """
+    ordered = sorted(leaves)
+    header = b"expunge/tensors-1\0" + len(ordered).to_bytes(8, "little")
+    return hashlib.sha256(header + b"".join(ordered)).hexdigest()
+
+
+def hash_tensors(entries: Iterable[tuple[str, str, Sequence[int], Buffer]]) -> str:
+    """The hash of named tensors given as (name, dtype, shape, contiguous little-endian bytes).
+
+    >>> w, b = ("w", "F32", (1, 2), bytes(8)), ("b", "BF16", (2,), bytes(4))
+    >>> hash_tensors([w, b]) == hash_tensors([b, w])
+    True
+    """
+    leaves: dict[str, bytes] = {}
+    for name, dtype, shape, data in entries:
+        if name in leaves:
+            raise InputError.of("tensor name", name, "unique")
+        leaves[name] = hash_leaf(name, dtype, shape, [data])
+    return combine_leaves(leaves.values())
+
+
+def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """How many bytes a tensor takes.
+
+    >>> tensor_bytes("BF16", (3, 5))
+    30
+    """
+    if dtype not in DTYPES:
+        raise InputError.of("dtype", dtype, "one of " + ", ".join(DTYPES))
+    return DTYPES[dtype] * math.prod(int(n) for n in shape)
+
+
+def hash_safetensors(path: str | Path) -> str:
+    """``hash_tensors`` of a safetensors file, streamed; a malformed file is refused.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_safetensors(Path(folder, "m"), {"w": ("F32", (1, 2), bytes(8))})
+    ...     hash_safetensors(Path(folder, "m")) == hash_tensors([("w", "F32", (1, 2), bytes(8))])
+    True
+    """
+    return hash_file(path)[0]
+
+
+def hash_file(path: str | Path) -> tuple[str, Layout]:
+    """The hash of a safetensors file, and its layout, read in one pass."""
+    with open_weights(path) as file:
+        layout = read_layout(file, path)
+        leaves = [
+            hash_leaf(e.name, e.dtype, e.shape, _chunks(file, e.length, path))
+            for e in layout.entries
+        ]
+    return combine_leaves(leaves), layout
+
+
+def open_weights(path: str | Path) -> BufferedReader:
+    """A weights file, opened; a sentence if it cannot be."""
+    try:
+        return Path(path).open("rb")
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+        raise CertificateError(f"weights {path} cannot be read: {reason}") from None
+
+
+def read_layout(file: BufferedReader, path: str | Path) -> Layout:
+    """Parse and check a safetensors header: every byte of the file must belong to one tensor."""
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CertificateError(f"weights {path} are not a complete safetensors file")
+    header = file.read(length)
+    entries: list[Entry] = []
+    offset = 0
+    data, metadata = _parse_header(header, path)
+    for name, info in data.items():
+        entry = _parse_entry(name, info, path)
+        if entry.offset != offset:
+            raise CertificateError(f"weights {path}: {name!r} does not start where the last ended")
+        offset += entry.length
+        entries.append(entry)
+    if 8 + length + offset != size:
+        raise CertificateError(
+            f"weights {path} have {size} bytes; their header describes {8 + length + offset}"
+        )
+    return Layout(entries=tuple(entries), metadata=metadata, header=header)
+
+
+def serialise_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None) -> bytes:
+    """The one way we write a header: compact JSON, metadata first and sorted, padded to 8 bytes.
+
+    >>> serialise_header([Entry("w", "F32", (2,), 0, 8)], None)
+    b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}  '
+    """
+    plain: dict[str, Any] = {}
+    if metadata is not None:
+        plain["__metadata__"] = dict(sorted(metadata.items()))
+    for e in entries:
+        offsets = [e.offset, e.offset + e.length]
+        plain[e.name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": offsets}
+    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    return text + b" " * (-len(text) % 8)
+
+
+def write_safetensors(
+    path: str | Path,
+    tensors: Mapping[str, tuple[str, Sequence[int], Buffer]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write name → (dtype, shape, little-endian bytes) as a safetensors file, atomically.
+
+    The tensors keep the order safetensors itself uses: widest dtype first, then by name.
+    """
+    order = {dtype: -place for place, dtype in enumerate(DTYPES)}
+    entries: list[Entry] = []
+    offset = 0
+    for name in sorted(tensors, key=lambda name: (order.get(tensors[name][0], 0), name)):
+        dtype, shape, data = tensors[name]
+        length = memoryview(data).nbytes
+        if name == "__metadata__":
+            raise InputError.of("tensor name", name, "another name: this one is reserved")
+        if length != tensor_bytes(dtype, shape):
+            expected = tensor_bytes(dtype, shape)
+            raise InputError.of(f"bytes of {name}", length, f"{expected} for {dtype} {list(shape)}")
+        entries.append(Entry(name, dtype, tuple(int(n) for n in shape), offset, length))
+        offset += length
+    header = serialise_header(entries, metadata)
+    if len(header) > MAX_HEADER_BYTES:
+        raise InputError.of("header size", len(header), f"at most {MAX_HEADER_BYTES} bytes")
+    front = len(header).to_bytes(8, "little") + header
+    write_atomic(path, (front, *(_flat(tensors[entry.name][2]) for entry in entries)))
+
+
+def _flat(data: Buffer) -> memoryview:
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")
+
+
+def _chunks(file: BufferedReader, length: int, path: str | Path) -> Iterator[Buffer]:
+    buffer = memoryview(bytearray(min(length, _CHUNK)))
+    while length > 0:
+        read = file.readinto(buffer[: min(length, _CHUNK)])
+        if read == 0:
+            raise CertificateError(f"weights {path} end before their header says")
+        length -= read
+        yield buffer[:read]
+
+
+def _parse_header(
+    header: bytes, path: str | Path
+) -> tuple[Mapping[str, object], Mapping[str, str] | None]:
+    try:
+        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise CertificateError(f"weights {path} have an unusable header: {error}") from None
+    if not isinstance(parsed, dict):
+        raise CertificateError(f"weights {path} have a header that is not a JSON object")
+    data = cast(dict[str, object], parsed)
+    metadata = data.pop("__metadata__", None)
+    if metadata is None:
+        return data, None
+    pairs = cast(dict[object, object], metadata) if isinstance(metadata, dict) else {0: 0}
+    if not all(isinstance(k, str) and isinstance(v, str) for k, v in pairs.items()):
+        raise CertificateError(f"weights {path} have metadata that is not text by name")
+    return data, cast(dict[str, str], pairs)
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _parse_entry(name: str, info: object, path: str | Path) -> Entry:
+    match info:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]}:
+            sizes = cast(list[object], shape)
+            whole = all(type(n) is int and n >= 0 for n in sizes) and 0 <= start <= end
+            if whole and dtype in DTYPES and len(cast(dict[str, object], info)) == 3:
+                dimensions = tuple(cast(list[int], sizes))
+                if tensor_bytes(dtype, dimensions) == end - start:
+                    return Entry(name, dtype, dimensions, start, end - start)
+        case _:
+            pass
+    raise CertificateError(f"weights {path} describe {name!r} in a way that cannot be read")
