@@ -1,12 +1,21 @@
 """Certified machine unlearning for neural networks.
 
+What ran is data (a recipe, a record); what it guarantees follows by a pure function; certificate,
+report and audit are views of the two. Importing this package does not import torch.
+
 >>> import expunge
 >>> recipe = expunge.OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
 >>> round(expunge.guarantee(recipe, delta=1e-5).epsilon, 4)
 1.0
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from expunge.accounting import Bound, Execution, Guarantee, guarantee
+from expunge.calibration import calibrate
 from expunge.errors import (
     CalibrationError,
     CertificateError,
@@ -16,6 +25,7 @@ from expunge.errors import (
     UnlearningError,
     VerificationError,
 )
+from expunge.planning import Candidate, Plan, plan
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -25,3 +35,30 @@ from expunge.recipes import (
     Retraining,
     RewindToDelete,
 )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Bound",
+    "CalibrationError",
+    "Candidate",
+    "CertificateError",
+    "DomainError",
+    "Execution",
+    "ExpungeError",
+    "GradientClipping",
+    "GroupDPSGD",
+    "Guarantee",
+    "InputError",
+    "ModelClipping",
+    "NoisyDescent",
+    "OutputPerturbation",
+    "Plan",
+    "Retraining",
+    "RewindToDelete",
+    "UnlearningError",
+    "VerificationError",
+    "calibrate",
+    "guarantee",
+    "plan",
+]

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from expunge import gaussian
 from expunge.errors import InputError
 from expunge.group import group_epsilon, group_log_delta
+from expunge.iteration import iterate, iterate_constant, minorant_mu, mix, ratio
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -26,6 +27,7 @@ from expunge.recipes import (
     RewindToDelete,
     schedule,
 )
+from expunge.solving import bracket, tighten
 
 ComparedTo = Literal["retrained", "centre"]
 Array = npt.NDArray[np.float64]
@@ -114,13 +116,16 @@ def guarantee(
     if compared_to not in ("retrained", "centre"):
         raise InputError.of("compared_to", compared_to, "'retrained' or 'centre'")
     retrained = _bound(recipe, epsilon, delta, "retrained", execution)
-    centre: Bound | None = None
+    centre, survival = None, None
     if has_centre(recipe):
         centre = _bound(recipe, epsilon, delta, "centre", execution)
+        survival = _survival(recipe, centre.mu, execution)
+    elif isinstance(recipe, Retraining):
+        centre, survival = retrained, 0.0
     chosen = retrained if compared_to == "retrained" else centre
     if chosen is None:
         raise InputError.of(
-            "compared_to", compared_to, "'retrained' for a method that has no start to compare"
+            "compared_to", compared_to, "'retrained' for a method that does not start from a model"
         )
     return Guarantee(
         epsilon=chosen.epsilon,
@@ -130,7 +135,7 @@ def guarantee(
         theorem=theorem(recipe),
         retrained=retrained,
         centre=centre,
-        survival_bound=survival_bound(recipe, execution=execution),
+        survival_bound=survival,
     )
 
 
@@ -181,7 +186,7 @@ def mu(
     starts = 2.0 if compared_to == "retrained" else 1.0
     match recipe:
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
-            value = _ratio(starts * C0, sigma)
+            value = ratio(starts * C0, sigma)
         case GradientClipping():
             value = _gradient_clipping(recipe, starts * recipe.start_clip, execution.rounding)
         case Retraining():
@@ -207,6 +212,17 @@ def log_delta(
     >>> round(log_delta(OutputPerturbation(start_clip=0.5, noise_std=100.0), 3.0), 3)
     -45014.853
     """
+    proved = mu(recipe, compared_to=compared_to, execution=execution)
+    return _log_delta(recipe, epsilon, proved, compared_to, execution)
+
+
+def _log_delta(
+    recipe: Recipe,
+    epsilon: float,
+    proved: float | None,
+    compared_to: ComparedTo,
+    execution: Execution,
+) -> float:
     n = execution.releases
     match recipe:
         case ModelClipping():
@@ -217,7 +233,6 @@ def log_delta(
                 raise InputError.of("releases", n, "1 for DP-SGD, which is released as trained")
             value = group_log_delta(recipe, epsilon)
         case _:
-            proved = mu(recipe, compared_to=compared_to, execution=execution)
             assert proved is not None
             value = float(gaussian.log_delta(epsilon, proved))
     return min(_add_tail(value, epsilon, execution), 0.0)
@@ -229,13 +244,15 @@ def survival_bound(recipe: Recipe, *, execution: Execution = IDEAL) -> float | N
     >>> round(survival_bound(OutputPerturbation(start_clip=0.01, noise_std=0.0746127)), 4)
     0.0534
     """
-    match recipe:
-        case Retraining():
-            return 0.0
-        case OutputPerturbation() | GradientClipping() | ModelClipping():
-            return math.exp(log_delta(recipe, 0.0, compared_to="centre", execution=execution))
-        case _:
-            return None
+    if isinstance(recipe, Retraining):
+        return 0.0
+    if not has_centre(recipe):
+        return None
+    return _survival(recipe, mu(recipe, compared_to="centre", execution=execution), execution)
+
+
+def _survival(recipe: Recipe, proved: float | None, execution: Execution) -> float:
+    return _exp_up(_log_delta(recipe, 0.0, proved, "centre", execution))
 
 
 def _bound(
@@ -247,38 +264,34 @@ def _bound(
 ) -> Bound:
     proved = mu(recipe, compared_to=compared_to, execution=execution)
     if epsilon is not None:
-        log_value = log_delta(recipe, epsilon, compared_to=compared_to, execution=execution)
+        log_value = _log_delta(recipe, epsilon, proved, compared_to, execution)
         return Bound(epsilon, _exp_up(log_value), proved)
     assert delta is not None
     if proved is not None and execution.tail_delta == 0:
         return Bound(float(gaussian.epsilon(proved, delta)), delta, proved)
     if isinstance(recipe, GroupDPSGD) and execution == IDEAL:
         return Bound(group_epsilon(recipe, delta), delta, None)
-    return Bound(_solve_epsilon(recipe, delta, compared_to, execution), delta, proved)
+    return Bound(_solve_epsilon(recipe, delta, proved, compared_to, execution), delta, proved)
 
 
 def _solve_epsilon(
-    recipe: Recipe, delta: float, compared_to: ComparedTo, execution: Execution
+    recipe: Recipe,
+    delta: float,
+    proved: float | None,
+    compared_to: ComparedTo,
+    execution: Execution,
 ) -> float:
     """The smallest ε with log δ(ε) ≤ log δ, on the safe side: δ falls as ε grows."""
     target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
 
-    def holds(value: float) -> bool:
-        return log_delta(recipe, value, compared_to=compared_to, execution=execution) <= target
+    def excess(value: float) -> float:
+        found = _log_delta(recipe, value, proved, compared_to, execution)
+        return max(found, -1e6) - target
 
-    if holds(0.0):
+    if excess(0.0) <= 0:
         return 0.0
-    low, high = 0.0, 1.0
-    while not holds(high):
-        low, high = high, 2 * high
-        if high > 1e6:
-            return math.inf
-    for _ in range(200):
-        middle = math.sqrt(low * high) if low > 0 and high > 2 * low else (low + high) / 2
-        if not low < middle < high or high - low <= 1e-13 * high:
-            break
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    ends = bracket(excess, 1.0, lowest=1e-12, highest=1e5)
+    return math.inf if ends is None else tighten(excess, *ends)
 
 
 def _exp_up(log_value: float) -> float:
@@ -294,12 +307,6 @@ def _add_tail(log_value: float, epsilon: float, execution: Execution) -> float:
         return log_value
     tail = math.log(execution.tail_delta * execution.releases) + float(np.logaddexp(0.0, epsilon))
     return float(np.logaddexp(log_value, tail))
-
-
-def _ratio(distance: float, sigma: float) -> float:
-    if distance == 0:
-        return 0.0
-    return math.inf if sigma == 0 or math.isinf(distance) else distance / sigma * (1 + 4e-16)
 
 
 def _gradient_clipping(recipe: GradientClipping, D: float, rounding: float) -> float:
@@ -341,121 +348,6 @@ def _nan_to_inf(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def iterate(decay: Array, s: Array, sigma: Array, D: float, sigma_0: float = 0.0) -> float:
-    """μ of the general contraction ``‖ψ_t(x) - ψ_t(y)‖ ≤ (1 - decay_t) ‖x - y‖ + s_t`` with noise σ_t.
-
-    Steps after the τ-th are post-processing, so every prefix gives a bound. In units in which
-    every step has ρ = 1, prefix τ has
-
-        W_τ = D + Σ_{t<τ} s_t / P_{t+1},   V_τ = σ0² + Σ_{t<τ} (σ_t / P_{t+1})²,   P_t = Π_{k<t} ρ_k,
-
-    and costs the energy of the greatest convex minorant of the points up to τ. The best prefix
-    costs exactly
-
-        μ² = min_τ W_τ² / V_τ:
-
-    a straight line is never more than a minorant, and the line to the best τ passes below all
-    earlier points, because one below it would be a better τ. Computed in log space.
-
-    >>> round(iterate(np.zeros(4), np.zeros(4), np.ones(4), 3.0), 12)  # D / (σ √T)
-    1.5
-    """
-    if D == 0:
-        return 0.0
-    with np.errstate(divide="ignore"):
-        log_p = np.concatenate([[0.0], np.cumsum(np.log1p(-decay))])
-        log_w = np.logaddexp.accumulate(np.concatenate([[np.log(D)], np.log(s) - log_p[1:]]))
-        log_v = np.logaddexp.accumulate(
-            np.concatenate([[2 * np.log(sigma_0)], 2 * (np.log(sigma) - log_p[1:])])
-        )
-    usable = np.isfinite(log_v) & np.isfinite(log_w)
-    if not np.any(usable):
-        return math.inf
-    log_mu = float(np.min(log_w[usable] - 0.5 * log_v[usable]))
-    return max(math.exp(min(log_mu, 700.0) + _accumulated_error(len(decay))), 1e-300)
-
-
-def iterate_constant(
-    decay: float, s: float, sigma: float, steps: int, D: float, sigma_0: float = 0.0
-) -> float:
-    """``iterate`` for constant steps, in closed form whatever their number.
-
-    With p = ρ^τ and S = s/(1-ρ): W = S + p (D - S), V = A + B p², A = σ²/(1-ρ²), B = σ0² - A.
-    W²/V has one critical point, p = A (D - S)/(S B), so the best prefix is next to it or at an end.
-
-    >>> round(iterate_constant(0.0, 0.5, 1.0, 100, 2.0), 12)  # best prefix: τ = D/s = 4
-    2.0
-    """
-    if D == 0:
-        return 0.0
-    if math.isinf(D) or math.isinf(s):
-        return _ratio(D, sigma_0)
-    if sigma == 0:
-        return _ratio(D, sigma_0)
-    log_rho = math.log1p(-decay)
-    best = 0.0
-    if decay == 0:
-        best = D / s - 2 * (sigma_0 / sigma) ** 2 if s > 0 else math.inf
-    else:
-        S = s / decay
-        A = sigma**2 / -math.expm1(2 * log_rho)
-        p = A * (D - S) / (S * (sigma_0**2 - A)) if S > 0 and sigma_0**2 != A else 0.0
-        best = math.log(p) / log_rho if 0 < p <= 1 else math.inf
-    best = min(max(best, 0.0), float(steps))
-    return min(
-        _prefix_constant(log_rho, decay, s, sigma, tau, D, sigma_0)
-        for tau in {0, math.floor(best), min(math.ceil(best), steps), steps}
-    )
-
-
-def _prefix_constant(
-    log_rho: float, decay: float, s: float, sigma: float, tau: int, D: float, sigma_0: float
-) -> float:
-    """W/√V after τ constant steps, in the units of the last step."""
-    p = math.exp(tau * log_rho)
-    lost = -math.expm1(tau * log_rho)
-    total = lost / decay if decay > 0 else float(tau)
-    squares = -math.expm1(2 * tau * log_rho) / -math.expm1(2 * log_rho) if decay > 0 else float(tau)
-    W = max(p * D + s * total, 5e-324)
-    V = (p * sigma_0) ** 2 + sigma**2 * squares
-    return math.inf if V == 0 else W / math.sqrt(V) * (1 + 1e-13)
-
-
-def _accumulated_error(steps: int) -> float:
-    """Relative rounding error of the cumulative sums, so that μ is never below the truth."""
-    return 1e-13 + 4e-16 * steps
-
-
-def minorant_mu(rho: Array, s: Array, sigma: Array, D: float) -> float:
-    """μ when *every* step counts (no prefix is post-processing): the greatest convex minorant.
-
-    With w_t = Π_{k>t} ρ_k, ΔV_t = (w_t σ_t)² and ΔW_t = w_t s_t (and w_{-1} D in front),
-    μ² = Σ (ΔW)²/ΔV over the segments of the greatest convex minorant of the points
-    (0, 0), (V_0, W_0), …, (V_{T-1}, W_{T-1}): its slopes are the isotonic regression of ΔW/ΔV with
-    weights ΔV. Domain: ρ > 0, σ_t > 0 at the last step (else there is no bound).
-
-    >>> round(minorant_mu(np.ones(4), np.zeros(4), np.ones(4), 3.0), 12)
-    1.5
-    """
-    from scipy.optimize import isotonic_regression
-
-    log_w = np.concatenate([np.cumsum(np.log(rho[::-1]))[::-1], [0.0]])
-    log_w -= log_w.max()
-    w = np.exp(log_w)
-    dW, dV = w[1:] * s, np.square(w[1:] * sigma)
-    dW[0] += w[0] * D
-    if dW.sum() == 0:
-        return 0.0
-    # A step without noise cannot absorb its shift: it is carried to the next one that can.
-    noisy = np.flatnonzero(dV > 0)
-    if len(noisy) == 0 or np.any(dW[noisy[-1] + 1 :] > 0):
-        return math.inf
-    total = np.concatenate([[0.0], np.cumsum(dW)[noisy]])
-    dW, dV = np.diff(total), dV[noisy]
-    slopes = isotonic_regression(dW / dV, weights=dV).x
-    return float(np.sqrt(np.sum(np.square(slopes) * dV))) * (1 + _accumulated_error(len(rho)))
-
-
 def _expansion(recipe: NoisyDescent | RewindToDelete) -> tuple[float, float]:
     """(c, ηΔ): one full-batch step's expansion, and its shift when k of n examples go."""
     eta, m = recipe.learning_rate, recipe.strong_convexity
@@ -470,7 +362,7 @@ def _noisy_descent(recipe: NoisyDescent, rounding: float) -> float:
     T, K = recipe.train_steps, recipe.steps
     s = np.concatenate([np.full(T, shift), np.zeros(K)]) + rounding
     if c == 0:
-        return _ratio(float(s[-1]), recipe.noise_std)
+        return ratio(float(s[-1]), recipe.noise_std)
     return minorant_mu(np.full(T + K, c), s, np.full(T + K, recipe.noise_std), 0.0)
 
 
@@ -485,7 +377,7 @@ def _rewind_to_delete(recipe: RewindToDelete) -> float:
     with np.errstate(over="ignore"):
         total = float(before) if c == 1 else float(np.expm1(before * np.log(c))) / (c - 1)
         z = float(np.exp(K * np.log(c))) * shift * total
-    return _ratio(z, recipe.noise_std) * (1 + 1e-12)
+    return ratio(z, recipe.noise_std) * (1 + 1e-12)
 
 
 def _model_clipping(recipe: ModelClipping, epsilon: float, compared_to: ComparedTo) -> float:
@@ -498,29 +390,12 @@ def _model_clipping(recipe: ModelClipping, epsilon: float, compared_to: Compared
     start = 0.0
     if recipe.start_clip is not None:
         D = (2.0 if compared_to == "retrained" else 1.0) * recipe.start_clip
-        start = float(gaussian.log_delta(epsilon, _ratio(D, recipe.start_noise_std)))
-    if isinstance(recipe.noise_std, float):
-        ratios: Array = np.broadcast_to(_ratio(2 * C2, recipe.noise_std), recipe.steps)
-    else:
-        ratios = np.array([_ratio(2 * C2, sigma) for sigma in recipe.noise_std])
+        start = float(gaussian.log_delta(epsilon, ratio(D, recipe.start_noise_std)))
+    sigma = schedule(recipe.noise_std, recipe.steps)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(2 * C2 * sigma == 0, ratio(2 * C2, 0.0), 2 * C2 / sigma * (1 + 4e-16))
     value = mix(start, epsilon, ratios)
     if compared_to == "centre":
         first = float(gaussian.log_delta(epsilon, ratios[0] / 2))
         value = min(value, mix(first, epsilon, ratios[1:]))
     return value
-
-
-def mix(log_start: float, epsilon: float, ratios: Array) -> float:
-    """log δ after the steps with ratios 2 C2/σ_t, from log δ_0 (Balle et al. 2019, Theorem 1).
-
-    >>> round(math.exp(mix(0.0, 1.0, np.full(6, 2.0))), 14)
-    2.653e-08
-    """
-    log_value = log_start
-    log_expm1 = epsilon + math.log(-math.expm1(-epsilon)) if epsilon > 0 else -math.inf
-    for ratio in ratios:
-        if log_value == -math.inf or ratio == 0:
-            return -math.inf
-        inner = float(np.logaddexp(0.0, log_expm1 - log_value))
-        log_value += float(gaussian.log_delta(inner, ratio))
-    return log_value

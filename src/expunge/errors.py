@@ -1,12 +1,12 @@
 """Every error the library raises on purpose, drawn once:
 
     ExpungeError
-    ├── InputError (ValueError)      a value the user gave is unusable        exit code 2
-    │   └── DomainError              a formula was asked outside its domain   exit code 2
-    ├── CalibrationError             no value of the free parameter can meet the target   exit code 2
-    ├── UnlearningError              a model or data set that cannot be certified         exit code 2
-    ├── CertificateError             a file that is not a usable certificate              exit code 2
-    └── VerificationError            a certificate that does not hold          exit code 1
+    ├── InputError (ValueError)   a value the user gave is unusable                    exit 2
+    │   └── DomainError           a formula was asked outside its domain               exit 2
+    ├── CalibrationError          no value of the free parameter can meet the target   exit 2
+    ├── UnlearningError           a model or data set that cannot be certified         exit 2
+    ├── CertificateError          a file that is not a usable certificate              exit 2
+    └── VerificationError         a certificate that does not hold                     exit 1
 
 The sentence of an error names the field, the value and what would be valid.
 """
@@ -38,7 +38,7 @@ class DomainError(InputError):
 
 
 class CalibrationError(ExpungeError):
-    """No value of the free parameter can meet the target; the sentence says which bound forbids it."""
+    """No value of the free parameter can meet the target; the sentence says why."""
 
 
 class UnlearningError(ExpungeError):

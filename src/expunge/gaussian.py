@@ -28,6 +28,9 @@ ArrayLike = npt.ArrayLike
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 _EPS = float(np.finfo(np.float64).eps)
+_TINY = float(np.finfo(np.float64).tiny)
+_HUGE = float(np.finfo(np.float64).max)
+_DENORMAL = 5e-324
 # Rounding errors of the formulas below, measured against 60 digits: tests/test_gaussian.py.
 _RELATIVE_MARGIN = 4e-13
 _LOG_SQRT_2PI = 0.5 * float(np.log(2 * np.pi))
@@ -36,36 +39,23 @@ _LOG_SQRT_2PI = 0.5 * float(np.log(2 * np.pi))
 def log_delta(epsilon: ArrayLike, mu: ArrayLike) -> Any:
     """log θ_ε(μ): the logarithm of the smallest δ at which μ-GDP gives (ε, δ).
 
-    Vectorised; ``-inf`` where δ is 0 (μ = 0). Never below the truth.
+    Vectorised; ``-inf`` only where δ is exactly 0 (μ = 0 or ε = ∞). Never below the truth.
 
     >>> round(float(log_delta(3.0, 0.01)), 3)
     -45014.853
     """
-    epsilon, mu = np.broadcast_arrays(np.asarray(epsilon, float), np.asarray(mu, float))
-    out = np.full(epsilon.shape, np.nan)
-    ok = (epsilon >= 0) & (mu >= 0)
-    out[ok & (mu == 0)] = -np.inf
-    out[ok & np.isinf(epsilon) & np.isfinite(mu)] = -np.inf
-    out[ok & np.isinf(mu) & np.isfinite(epsilon)] = 0.0
-    ok &= (mu > 0) & np.isfinite(mu) & np.isfinite(epsilon)
-    with np.errstate(over="ignore", under="ignore"):
-        _fill(out, ok & (mu <= 2.0), _log_delta_integral, epsilon, mu)
-        _fill(out, ok & (mu > 2.0) & (mu * mu <= 2 * epsilon), _log_delta_difference, epsilon, mu)
-        _fill(out, ok & (mu > 2.0) & (mu * mu > 2 * epsilon), _log_delta_complement, epsilon, mu)
-    return out[()]
+    e, m = _pair(epsilon, mu)
+    return _evaluate(e, m)[0][()]
 
 
 def delta(epsilon: ArrayLike, mu: ArrayLike) -> Any:
-    """θ_ε(μ): the smallest δ at which μ-GDP gives (ε, δ). Never below the truth.
+    """θ_ε(μ): the smallest δ at which μ-GDP gives (ε, δ). Never below the truth, 0 only if exact.
 
     >>> round(float(delta(1.0, 2**0.5)), 12)  # what the paper's "epsilon = 1" rows really give
-    0.286208211923
+    0.286208211922
     """
-    with np.errstate(under="ignore"):
-        exact = np.exp(log_delta(epsilon, mu))
-    # Below the smallest normal float a rounded δ could be too small: report the smallest normal one.
-    tiny = np.finfo(np.float64).tiny
-    return np.where((np.asarray(mu) > 0) & (exact < tiny) & np.isfinite(epsilon), tiny, exact)[()]
+    e, m = _pair(epsilon, mu)
+    return _evaluate(e, m)[1][()]
 
 
 def epsilon(mu: ArrayLike, delta: ArrayLike) -> Any:
@@ -74,16 +64,26 @@ def epsilon(mu: ArrayLike, delta: ArrayLike) -> Any:
     >>> round(float(epsilon(2**0.5, 1e-5)), 9)
     6.572970067
     """
-    mu, target = np.broadcast_arrays(np.asarray(mu, float), np.asarray(delta, float))
-    log_target = _log_target(target)
-    with np.errstate(all="ignore"):
-        # θ_ε(μ) ≤ Φ(μ/2 - ε/μ) gives a value that is large enough to start from.
-        upper = np.maximum(mu * mu / 2 - mu * special.ndtri_exp(log_target), mu * mu / 2)
-    upper = np.where(np.isfinite(upper), upper * (1 + 1e-9) + 1e-300, 1.0)
-    out = _bisect(lambda e: log_delta(e, mu) <= log_target, upper, np.zeros_like(mu))
-    out = np.where((log_delta(0.0, mu) <= log_target) | (target >= 1), 0.0, out)
-    out = np.where(((target <= 0) & (mu > 0)) | (np.isinf(mu) & (target < 1)), np.inf, out)
-    return np.where(np.isnan(mu) | np.isnan(target) | (mu < 0), np.nan, out)[()]
+    m, target = _pair(mu, delta)
+    known = (m == 0) | (target >= 1) | (target <= 0) | np.isinf(m) | ~((m >= 0) & (target >= 0))
+    m_, target_ = np.where(known, 1.0, m), np.where(known, 0.5, target)
+
+    def safe(e: Array) -> npt.NDArray[np.bool_]:
+        return _meets(e, m_, target_)
+
+    with np.errstate(over="ignore"):
+        # θ_ε(μ) ≤ Φ(μ/2 - ε/μ) gives a value that is large enough but for rounding.
+        upper = np.maximum(m_ * m_ / 2 - m_ * special.ndtri_exp(np.log(target_)), m_ * m_ / 2)
+        for _ in range(64):
+            grow = np.isfinite(upper) & ~safe(upper)
+            if not np.any(grow):
+                break
+            upper = np.where(grow, upper * (1 + 1e-9), upper)
+    upper = np.where(safe(upper), upper, np.inf)
+    out = _bisect(safe, upper, np.zeros_like(m_))
+    out = np.where(safe(np.zeros_like(m_)), 0.0, out)
+    out = np.where(known, np.where((m == 0) | (target >= 1), 0.0, np.inf), out)
+    return np.where((m >= 0) & (target >= 0), out, np.nan)[()]
 
 
 def mu(epsilon: ArrayLike, delta: ArrayLike) -> Any:
@@ -92,38 +92,48 @@ def mu(epsilon: ArrayLike, delta: ArrayLike) -> Any:
     >>> round(float(mu(1.0, 1e-5)), 9)
     0.268051123
     """
-    eps, target = np.broadcast_arrays(np.asarray(epsilon, float), np.asarray(delta, float))
-    log_target = _log_target(target)
-    upper = np.ones_like(eps)
+    e, target = _pair(epsilon, delta)
+    known = (target >= 1) | (target <= 0) | np.isinf(e) | ~((e >= 0) & (target >= 0))
+    e_, target_ = np.where(known, 1.0, e), np.where(known, 0.5, target)
+
+    def safe(m: Array) -> npt.NDArray[np.bool_]:
+        return _meets(e_, m, target_)
+
+    upper = np.ones_like(e_)
     for _ in range(1100):
-        grow = (log_delta(eps, upper) <= log_target) & (upper < 1e300) & (target < 1)
+        grow = safe(upper)
         if not np.any(grow):
             break
         upper = np.where(grow, upper * 2, upper)
-    out = _bisect(lambda m: log_delta(eps, m) <= log_target, np.zeros_like(eps), upper)
-    out = np.where(target >= 1, np.inf, out)
-    out = np.where(target <= 0, 0.0, out)
-    return np.where(np.isnan(eps) | np.isnan(target) | (eps < 0), np.nan, out)[()]
+    out = _bisect(safe, np.zeros_like(e_), upper)
+    out = np.where(known, np.where((target >= 1) | np.isinf(e) & (target > 0), np.inf, 0.0), out)
+    return np.where((e >= 0) & (target >= 0), out, np.nan)[()]
 
 
-def _log_target(target: Array) -> Array:
-    """log δ, lowered by a few units in the last place so that ``delta(inverse) <= δ`` survives exp."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        log_target = np.log(target)
-    return log_target - 4 * _EPS * (1 + np.abs(np.where(np.isfinite(log_target), log_target, 0.0)))
+def _pair(first: ArrayLike, second: ArrayLike) -> tuple[Array, Array]:
+    a, b = np.broadcast_arrays(np.asarray(first, np.float64), np.asarray(second, np.float64))
+    return a, b
+
+
+def _meets(epsilon: Array, mu: Array, target: Array) -> npt.NDArray[np.bool_]:
+    log_value, value = _evaluate(epsilon, mu)
+    return (value <= target) & (log_value <= np.log(target))
 
 
 def _bisect(safe: Callable[[Array], npt.NDArray[np.bool_]], good: Array, bad: Array) -> Array:
     """The end of [good, bad] that is safe, halved until the two are neighbouring floats.
 
     Halves on the logarithmic scale while the ends are far apart, so that tiny answers are found too.
+    Every element goes its own way: a vector gives what its elements give one by one.
     """
     good, bad = good.astype(float), bad.astype(float)
     for _ in range(2200):
         low, high = np.minimum(good, bad), np.maximum(good, bad)
-        middle = np.where(high > 4 * low, np.sqrt(np.maximum(low, 1e-300)) * np.sqrt(high), 0)
-        middle = np.where(middle > low, middle, low + (high - low) / 2)
-        open_ = (middle > low) & (middle < high) & (high > 1e-300)
+        open_ = (high > 1e-300) & np.isfinite(high)
+        high_ = np.where(open_, high, 1.0)
+        far = np.sqrt(np.maximum(low, 1e-300)) * np.sqrt(high_)
+        middle = np.where((high_ > 4 * low) & (far > low), far, low + (high_ - low) / 2)
+        open_ &= (middle > low) & (middle < high_)
         if not np.any(open_):
             break
         holds = safe(middle)
@@ -132,15 +142,56 @@ def _bisect(safe: Callable[[Array], npt.NDArray[np.bool_]], good: Array, bad: Ar
     return good
 
 
+def _evaluate(epsilon: Array, mu: Array) -> tuple[Array, Array]:
+    """(log θ, θ), both rounded up; nan for an ε or μ that is negative or not a number."""
+    shape = epsilon.shape
+    e, m = epsilon.ravel(), mu.ravel()
+    log_value, value = np.full(e.shape, np.nan), np.full(e.shape, np.nan)
+    finite = (e >= 0) & (m > 0) & (e < np.inf) & (m < np.inf)
+    if np.all(finite):
+        log_value, value = _evaluate_finite(e, m)
+    else:
+        zero = (e >= 0) & (m >= 0) & ((m == 0) | np.isinf(e) & np.isfinite(m))
+        one = (e >= 0) & (e < np.inf) & (m == np.inf)
+        log_value[zero], value[zero] = -np.inf, 0.0
+        log_value[one], value[one] = 0.0, 1.0
+        if np.any(finite):
+            log_value[finite], value[finite] = _evaluate_finite(e[finite], m[finite])
+    return log_value.reshape(shape), value.reshape(shape)
+
+
+def _evaluate_finite(epsilon: Array, mu: Array) -> tuple[Array, Array]:
+    with np.errstate(over="ignore", under="ignore"):
+        # One rounding below: θ falls with u, so the error of the division stays on the safe side.
+        u, h = (epsilon / mu) * (1 - 2 * _EPS), mu / 2
+        rest = np.zeros_like(u)
+        _fill(rest, u < h, _complement, u, h, mu)
+        near_one = (u < h) & (rest < 0.5)
+        smooth = ~near_one & ((h <= 1) | (u > 4 * h))
+        log_value = np.log1p(-np.where(near_one, rest, 0.0))
+        _fill(log_value, smooth, _log_theta_integral, u, h, mu)
+        _fill(log_value, ~near_one & ~smooth, _log_theta_difference, u, h, mu)
+        log_value = np.clip(log_value, -_HUGE, 0.0)
+        value = np.exp(log_value)
+        # 1 - rest is exact or rounded to nearest: one float up where that was down.
+        whole = 1 - rest
+        whole = np.where(1 - whole > rest, np.nextafter(whole, 2), whole)
+        small = np.where(value < 2 * _TINY, value + 2 * _DENORMAL, value)
+        return log_value, np.where(near_one, whole, np.minimum(small, 1.0))
+
+
 def _fill(
     out: Array,
     where: npt.NDArray[np.bool_],
-    function: Callable[[Array, Array], Array],
-    epsilon: Array,
+    function: Callable[[Array, Array, Array], Array],
+    u: Array,
+    h: Array,
     mu: Array,
 ) -> None:
-    if np.any(where):
-        out[where] = np.minimum(function(epsilon[where], mu[where]), 0.0)
+    if np.all(where):
+        out[:] = function(u, h, mu)
+    elif np.any(where):
+        out[where] = function(u[where], h[where], mu[where])
 
 
 def _round_up(log_value: Array) -> Array:
@@ -156,28 +207,32 @@ def _mills(x: Array) -> Array:
     return np.sqrt(np.pi / 2) * special.erfcx(x / np.sqrt(2))
 
 
-def _mills_slope(x: Array) -> Array:
-    """-M'(x) = 1 - x M(x) > 0; its asymptotic series Σ (-1)^k (2k+1)!! / x^(2k+2) beyond 30."""
-    y = 1 / np.square(np.maximum(x, 30.0))
-    series = y * (1 - 3 * y * (1 - 5 * y * (1 - 7 * y * (1 - 9 * y * (1 - 11 * y * (1 - 13 * y))))))
-    return np.where(x > 30, series, 1 - x * _mills(np.minimum(x, 30.0)))
+def _log_mills_slope(x: Array) -> Array:
+    """log(-M'(x)) = log(1 - x M(x)); beyond 30 by Σ (-1)^k (2k+1)!! / x^(2k+2)."""
+    far = np.maximum(x, 30.0)
+    y = 1 / np.square(far)
+    series = 1 - 3 * y * (1 - 5 * y * (1 - 7 * y * (1 - 9 * y * (1 - 11 * y * (1 - 13 * y)))))
+    near = np.minimum(x, 30.0)
+    return np.where(x > 30, np.log(series) - 2 * np.log(far), np.log1p(-near * _mills(near)))
 
 
-def _log_delta_integral(epsilon: Array, mu: Array) -> Array:
-    """μ ≤ 2: Gauss–Legendre for the integral, which is smooth; nothing cancels however small μ is."""
-    u, h = epsilon / mu, mu / 2
-    x = u[..., None] + h[..., None] * _NODES
-    return _round_up(_log_phi(u - h) + np.log(h) + np.log(_mills_slope(x) @ _WEIGHTS))
+def _log_theta_integral(u: Array, h: Array, mu: Array) -> Array:
+    """μ ≤ 2 or u > 4h: Gauss–Legendre for the integral, which is smooth there; nothing cancels."""
+    x = u[:, None] + h[:, None] * _NODES
+    slope = _log_mills_slope(x)
+    first = slope[:, 0]
+    mean = (np.exp(slope - first[:, None]) * _WEIGHTS).sum(axis=1) / 2
+    return _round_up(_log_phi(u - h) + np.log(mu) + first + np.log(mean))
 
 
-def _log_delta_difference(epsilon: Array, mu: Array) -> Array:
-    """μ > 2, μ² ≤ 2ε: the two Mills' ratios are far apart."""
-    u, h = epsilon / mu, mu / 2
+def _log_theta_difference(u: Array, h: Array, mu: Array) -> Array:
+    """μ > 2 and u ≤ 4h: the two Mills' ratios are far apart."""
     return _round_up(_log_phi(u - h) + np.log(_mills(u - h) - _mills(u + h)))
 
 
-def _log_delta_complement(epsilon: Array, mu: Array) -> Array:
-    """μ > 2, μ² > 2ε: θ = 1 - [Φ(u - h) + φ(u - h) M(u + h)] with a small bracket."""
-    u, h = epsilon / mu, mu / 2
-    bracket = special.ndtr(u - h) + np.exp(_log_phi(u - h)) * _mills(u + h)
-    return np.log1p(-bracket * (1 - _RELATIVE_MARGIN - 8 * _EPS * np.square(u - h)))
+def _complement(u: Array, h: Array, mu: Array) -> Array:
+    """u < h: 1 - θ = Φ(u - h) + φ(u - h) M(u + h), a sum of positive terms, rounded down."""
+    x = u - h
+    rest = special.ndtr(x) + np.exp(_log_phi(x)) * _mills(u + h)
+    rest *= 1 - _RELATIVE_MARGIN - 8 * _EPS * np.minimum(np.square(x), 2000.0)
+    return np.where(rest < 1e-300, 0.0, rest)

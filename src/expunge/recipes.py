@@ -83,7 +83,8 @@ class ModelClipping:
     ``start_clip`` and ``start_noise_std`` are optional: without them x_0 is the old model itself.
 
     >>> ModelClipping(model_clip=0.5, learning_rate=1e-3, weight_decay=10.0, noise_std=0.5, steps=6)
-    ModelClipping(model_clip=0.5, learning_rate=0.001, weight_decay=10.0, noise_std=0.5, steps=6, start_clip=None, start_noise_std=0.0)
+    ModelClipping(model_clip=0.5, learning_rate=0.001, weight_decay=10.0, noise_std=0.5, steps=6,
+                  start_clip=None, start_noise_std=0.0)
     """
 
     model_clip: float
@@ -171,7 +172,7 @@ class NoisyDescent:
 
 @dataclass(frozen=True)
 class RewindToDelete:
-    """T noiseless full-batch steps on all data, rewind to step T - K, K steps on retained data, one Gaussian.
+    """T noiseless full-batch steps on all data, rewind K, redo on retained data, one Gaussian.
 
     Symbols and assumptions as in :class:`NoisyDescent`.
     """
@@ -335,7 +336,7 @@ def _schedule(recipe: Any, field: str) -> None:
         raise InputError(f"{field} is a sequence that holds something other than numbers") from None
     if values.ndim != 1 or len(values) != recipe.steps:
         raise InputError(
-            f"{field} has {values.size} values; it must have one for each of the {recipe.steps} steps"
+            f"{field} has {values.size} values; it must have one per step: {recipe.steps}"
         )
     bad = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
     if len(bad):

@@ -1,0 +1,171 @@
+"""The free parameter that just meets a target (ε, δ), never on the unsafe side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from expunge.accounting import (
+    IDEAL,
+    ComparedTo,
+    Execution,
+    check_delta,
+    check_epsilon,
+    guarantee,
+    log_delta,
+)
+from expunge.errors import CalibrationError, InputError
+from expunge.recipes import (
+    GradientClipping,
+    GroupDPSGD,
+    ModelClipping,
+    NoisyDescent,
+    OutputPerturbation,
+    Recipe,
+    Retraining,
+    RewindToDelete,
+)
+from expunge.solving import bracket, tighten
+
+AnyRecipe = TypeVar(
+    "AnyRecipe",
+    OutputPerturbation,
+    GradientClipping,
+    ModelClipping,
+    GroupDPSGD,
+    NoisyDescent,
+    RewindToDelete,
+    Retraining,
+)
+SMALLEST, LARGEST, MOST_STEPS = 1e-150, 1e150, 2**40
+
+
+def calibrate(
+    make: Callable[[float], AnyRecipe],
+    *,
+    epsilon: float,
+    delta: float,
+    compared_to: ComparedTo = "retrained",
+    find: Literal["smallest", "largest", "fewest"] = "smallest",
+    start: float = 1.0,
+    execution: Execution = IDEAL,
+    relative: float = 1e-11,
+) -> AnyRecipe:
+    """The recipe ``make(x)`` with the best ``x`` that still meets (ε, δ).
+
+    ``find="smallest"``: the smallest real x, for a noise (more of it is safer);
+    ``find="largest"``: the largest real x, for a clip (less of it is safer);
+    ``find="fewest"``: the smallest whole x, for a number of steps.
+    The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
+    of the best one. ``start`` is where the search begins, if evaluating far from it is costly.
+
+    >>> from expunge import OutputPerturbation, calibrate
+    >>> recipe = calibrate(lambda s: OutputPerturbation(start_clip=0.01, noise_std=s),
+    ...                    epsilon=1.0, delta=1e-5)
+    >>> round(recipe.noise_std, 7)
+    0.0746127
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    if not 0 < start < math.inf:
+        raise InputError.of("start", start, "a finite number > 0")
+    if find not in ("smallest", "largest", "fewest"):
+        raise InputError.of("find", find, "'smallest', 'largest' or 'fewest'")
+    target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
+
+    def excess(recipe: Recipe) -> float:
+        found = log_delta(recipe, epsilon, compared_to=compared_to, execution=execution)
+        return max(found, -1e300) - target
+
+    match find:
+        case "smallest":
+            ends = bracket(lambda x: excess(make(x)), start, lowest=SMALLEST, highest=LARGEST)
+            if ends is None:
+                raise _impossible(make(LARGEST), epsilon, delta, compared_to, execution)
+            if ends[0] <= SMALLEST:
+                return make(0.0 if excess(make(0.0)) <= 0 else ends[1])
+            best = tighten(lambda x: excess(make(x)), *ends, relative=relative)
+        case "largest":
+            ends = bracket(
+                lambda y: excess(make(1 / y)), 1 / start, lowest=SMALLEST, highest=LARGEST
+            )
+            if ends is None and excess(make(0.0)) <= 0:
+                return make(0.0)
+            if ends is None:
+                raise _impossible(make(0.0), epsilon, delta, compared_to, execution)
+            if ends[0] <= SMALLEST:
+                raise CalibrationError(
+                    f"every value up to {1 / ends[1]:g} meets epsilon = {epsilon:g}, "
+                    f"delta = {delta:g}: this parameter is not what limits the guarantee"
+                )
+            best = 1 / tighten(lambda y: excess(make(1 / y)), *ends, relative=relative)
+            while excess(make(best)) > 0:
+                best *= 1 - 2e-16
+        case "fewest":
+            return make(
+                _fewest(lambda n: excess(make(n)), make, epsilon, delta, compared_to, execution)
+            )
+    return make(best)
+
+
+def _fewest(
+    excess: Callable[[int], float],
+    make: Callable[[float], Recipe],
+    epsilon: float,
+    delta: float,
+    compared_to: ComparedTo,
+    execution: Execution,
+) -> int:
+    """Doubling, then halving on whole numbers; more steps never hurt, so the first good is best."""
+    bad, good = 0, 1
+    while excess(good) > 0:
+        bad, good = good, good * 2
+        if good > _affordable(make(bad)):
+            raise _impossible(make(bad), epsilon, delta, compared_to, execution)
+    while good - bad > 1:
+        middle = (bad + good) // 2
+        bad, good = (bad, middle) if excess(middle) <= 0 else (middle, good)
+    return good
+
+
+def _affordable(recipe: Recipe) -> int:
+    """How many steps are worth trying: the mixing recursion walks through each of them."""
+    return 2**20 if isinstance(recipe, ModelClipping | GroupDPSGD | NoisyDescent) else MOST_STEPS
+
+
+def _impossible(
+    recipe: Recipe, epsilon: float, delta: float, compared_to: ComparedTo, execution: Execution
+) -> CalibrationError:
+    reached = guarantee(recipe, epsilon=epsilon, compared_to=compared_to, execution=execution)
+    return CalibrationError(
+        f"no value meets epsilon = {epsilon:g}, delta = {delta:g}: even the extreme one leaves "
+        f"delta = {reached.delta:.3g}, because {_limit(recipe, execution)}"
+    )
+
+
+def _limit(recipe: Recipe, execution: Execution) -> str:
+    """Which bound keeps the guarantee from getting better."""
+    if execution.tail_delta > 0:
+        return f"the noise sampler's own error is tail_delta = {execution.tail_delta:g}"
+    match recipe:
+        case GradientClipping(weight_decay=0.0):
+            return (
+                "without weight_decay each step adds 2 * learning_rate * grad_clip to the distance "
+                "while noise grows only with the square root of the steps"
+            )
+        case GradientClipping():
+            return (
+                "steps add 2 * learning_rate * grad_clip as fast as weight_decay forgets: the "
+                "distance settles at 2 * grad_clip / weight_decay against noise_std"
+            )
+        case ModelClipping():
+            return "model_clip is so large against noise_std that a step forgets almost nothing"
+        case OutputPerturbation():
+            return "noise_std is zero against a start_clip above zero"
+        case GroupDPSGD():
+            return "a group of group_size examples multiplies epsilon and inflates delta"
+        case NoisyDescent() | RewindToDelete():
+            return "the expansion of the steps outruns their noise"
+        case Retraining():
+            return "retraining has no free parameter"
