@@ -90,13 +90,13 @@ def plan(
     for field, value in (("parameters", parameters), ("steps", steps), ("batch_size", batch_size)):
         if isinstance(value, bool) or value != int(value) or value < 1:
             raise InputError.of(field, value, "a whole number >= 1")
-    scale = parameters**-0.25 if scale is None else scale
-    if not 0 < scale < math.inf:
+    left = float(parameters) ** -0.25 if scale is None else scale
+    if not 0 < left < math.inf:
         raise InputError.of("scale", scale, "a finite number > 0")
     recipes: list[Recipe] = [
-        _plan_output(epsilon, delta, scale, compared_to),
-        _plan_gradient(epsilon, delta, scale, steps, learning_rate, weight_decay, compared_to),
-        _plan_model(epsilon, delta, scale, steps, learning_rate, weight_decay, compared_to),
+        _plan_output(epsilon, delta, left, compared_to),
+        _plan_gradient(epsilon, delta, left, steps, learning_rate, weight_decay, compared_to),
+        _plan_model(epsilon, delta, left, steps, learning_rate, weight_decay, compared_to),
         Retraining(),
     ]
     candidates = tuple(
@@ -108,7 +108,7 @@ def plan(
         epsilon=epsilon,
         delta=delta,
         parameters=int(parameters),
-        scale=scale,
+        scale=left,
         compared_to=compared_to,
         candidates=candidates,
         restart_is_as_good=as_good,

@@ -1,0 +1,134 @@
+"""Recipes, guarantees and plans as tables for people and as plain data for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, cast
+
+from expunge.accounting import Guarantee
+from expunge.planning import Plan
+from expunge.recipes import Recipe, to_dict
+
+COMPARISONS = {
+    "retrained": "the same run from a model retrained without the forget data",
+    "centre": "the same run from the public centre",
+}
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as dictionaries; infinities and NaN, which JSON does not have, as None.
+
+    >>> to_plain({"epsilon": math.inf, "steps": (1, 2)})
+    {'epsilon': None, 'steps': [1, 2]}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: to_plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value).items()
+        return {key: to_plain(item) for key, item in items}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in cast(list[Any], value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def guarantee_to_dict(recipe: Recipe, found: Guarantee) -> dict[str, Any]:
+    """One flat object: the method, the recipe's fields and the guarantee's fields."""
+    return to_plain(to_dict(recipe)) | to_plain(found)
+
+
+def plan_to_dict(found: Plan) -> dict[str, Any]:
+    """The plan with each candidate's recipe by its API names."""
+    candidates = [
+        to_plain(candidate) | {"recipe": to_plain(to_dict(candidate.recipe))}
+        for candidate in found.candidates
+    ]
+    return to_plain(found) | {"candidates": candidates}
+
+
+def format_number(value: Any) -> str:
+    """Up to eight significant digits; schedules as their range.
+
+    >>> format_number(0.074612701), format_number((0.1, 0.2, 0.3))
+    ('0.074612701', '0.1 … 0.3 (3 values)')
+    """
+    if isinstance(value, list | tuple):
+        values = cast(list[float], value)
+        return f"{min(values):.8g} … {max(values):.8g} ({len(values)} values)"
+    if isinstance(value, float):
+        return f"{value:.8g}"
+    return "–" if value is None else str(value)
+
+
+def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
+    """The recipe and what it certifies, as two small tables."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    made = Table(
+        title=to_dict(recipe)["method"], box=SIMPLE, show_header=False, title_justify="left"
+    )
+    for key, value in to_dict(recipe).items():
+        if key != "method" and value is not None:
+            made.add_row(key, format_number(value))
+    console.print(made)
+    table = Table(box=SIMPLE, title="certifies", title_justify="left")
+    for name in ("compared to", "epsilon", "delta", "mu"):
+        table.add_column(name, overflow="fold")
+    for name, bound in (("retrained", found.retrained), ("centre", found.centre)):
+        if bound is not None:
+            mark = " ←" if name == found.compared_to else ""
+            numbers = map(format_number, (bound.epsilon, bound.delta, bound.mu))
+            table.add_row(name + mark, *numbers)
+    console.print(table)
+    for name, meaning in COMPARISONS.items():
+        if name == "retrained" or found.centre is not None:
+            console.print(f"  {name}: indistinguishable from {meaning}")
+    console.print(f"  by {found.theorem}")
+    if found.survival_bound is not None:
+        console.print(
+            f"  survival bound {found.survival_bound:.6g}: no event about the released model differs "
+            "by more in probability from a run that never saw the old model"
+        )
+    if math.isinf(found.epsilon):
+        console.print("  This is no guarantee: epsilon is infinite.")
+
+
+def print_plan(found: Plan) -> None:
+    """One row per candidate, then the advice."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"target epsilon = {found.epsilon:g}, delta = {found.delta:g}; {found.parameters:,} "
+        f"parameters; noise left in each weight {found.scale:.4g}"
+    )
+    table = Table(box=SIMPLE)
+    names = ("method", "T", "σ", "‖noise‖", "‖kept‖", "examples", "survives")
+    for name in names:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for candidate in found.candidates:
+        table.add_row(
+            candidate.method,
+            str(candidate.steps),
+            f"{candidate.noise_per_step:.4g}",
+            f"{candidate.expected_norm:.4g}",
+            f"{candidate.kept_norm:.4g}",
+            f"{candidate.gradient_evaluations:,}",
+            f"≤ {100 * candidate.survival_bound:.1f} %",
+        )
+    console.print(table)
+    for candidate in found.candidates:
+        fields = to_dict(candidate.recipe)
+        values = [f"{k}={format_number(v)}" for k, v in fields.items() if v and k != "method"]
+        if values:
+            console.print(f"  {candidate.method}: " + ", ".join(values))
+    console.print("\n" + found.advice)
