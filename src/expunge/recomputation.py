@@ -1,0 +1,264 @@
+"""The guarantee computed a second time, another way: forward recursions in 50 digits.
+
+Nothing here uses ``expunge.accounting``. That module sums in log space, in floats, rounded up;
+this one iterates the theorems as they stand (THEORY sections 2 to 4) with mpmath and decimals:
+
+    W ← ρ_t W + s_t,   V ← ρ_t² V + σ_t²,   μ² = min over prefixes of W²/V      gradient clipping
+    γ ← 1 + (e^ε - 1)/δ,   δ ← δ θ_{log γ}(2 C2/σ_t)                            model clipping
+
+Domain: the methods that run on request (output perturbation, gradient and model clipping,
+retraining).
+"""
+
+from __future__ import annotations
+
+import decimal
+import math
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpmath import MPContext
+
+from expunge.accounting import ComparedTo, Execution
+from expunge.errors import InputError
+from expunge.recipes import (
+    GradientClipping,
+    ModelClipping,
+    OutputPerturbation,
+    Recipe,
+    Retraining,
+    method_name,
+    schedule,
+)
+
+Array = npt.NDArray[np.float64]
+MAX_MIXING_STEPS = 1_000_000
+_RESTARTS = 1024
+_DECIMAL = decimal.Context(
+    prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation]
+)
+# An mpmath number; the library has no types.
+Number = Any
+
+
+def make_context(digits: int = 50) -> MPContext:
+    """An mpmath context of our own, so that nobody else's precision changes ours."""
+    context = MPContext()
+    context.dps = digits
+    return context
+
+
+def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) -> Number | None:
+    """μ of the whole run in 50 digits; None for model clipping, which is not accounted in GDP.
+
+    >>> from expunge.accounting import IDEAL
+    >>> float(recompute_mu(OutputPerturbation(start_clip=1.0, noise_std=4.0), "retrained", IDEAL))
+    0.5
+    """
+    mp = make_context()
+    starts = 2 if compared_to == "retrained" else 1
+    match recipe:
+        case Retraining():
+            return mp.mpf(0)
+        case ModelClipping():
+            return None
+        case OutputPerturbation(start_clip=C0, noise_std=sigma):
+            square = _divide(mp, (starts * mp.mpf(C0)) ** 2, mp.mpf(sigma) ** 2)
+        case GradientClipping():
+            square = _gradient_clipping(mp, recipe, starts * mp.mpf(recipe.start_clip), execution)
+        case _:
+            raise InputError.of("method", method_name(recipe), "a method that runs on request")
+    return mp.sqrt(square * execution.releases)
+
+
+def recompute_delta(
+    recipe: Recipe, epsilon: Number, compared_to: ComparedTo, execution: Execution
+) -> Number:
+    """δ at ε in 50 digits, with the tail of the sampler: δ + n (1 + e^ε) tail.
+
+    >>> from expunge.accounting import IDEAL
+    >>> recipe = OutputPerturbation(start_clip=0.5, noise_std=2**-0.5)
+    >>> round(float(recompute_delta(recipe, 1.0, "retrained", IDEAL)), 9)
+    0.286208212
+    """
+    mp = make_context()
+    epsilon, n = mp.mpf(epsilon), execution.releases
+    if isinstance(recipe, ModelClipping):
+        value = n * _model_clipping(mp, recipe, epsilon / n, compared_to)
+    else:
+        mu = recompute_mu(recipe, compared_to, execution)
+        value = theta(mp, epsilon, mp.mpf(mu))
+    tail = n * mp.mpf(execution.tail_delta)
+    return min(value + (1 + mp.exp(epsilon)) * tail, mp.mpf(1))
+
+
+def theta(mp: MPContext, epsilon: Number, r: Number) -> Number:
+    """θ_ε(r) = Φ(r/2 - ε/r) - e^ε Φ(-r/2 - ε/r), with more digits where the two terms are close.
+
+    >>> mp = make_context()
+    >>> mp.nstr(theta(mp, mp.mpf(1), mp.mpf("0.1")), 6)
+    '1.23084e-25'
+    """
+    if r == 0 or mp.isinf(r):
+        return mp.mpf(0 if r == 0 else 1)
+    if epsilon / r - r / 2 > 10**6:
+        return mp.mpf(10) ** -(10**11)  # e^(-5e11) at most
+    digits = mp.dps
+    while True:
+        with mp.workdps(digits):
+            first = _ndtr(mp, r / 2 - epsilon / r)
+            value = first - mp.exp(epsilon) * _ndtr(mp, -r / 2 - epsilon / r)
+            if value > first * mp.mpf(10) ** (30 - digits):
+                return +value
+        digits *= 2
+
+
+def _ndtr(mp: MPContext, x: Number) -> Number:
+    return mp.erfc(-x / mp.sqrt(2)) / 2
+
+
+def _divide(mp: MPContext, top: Number, bottom: Number) -> Number:
+    if top == 0:
+        return mp.mpf(0)
+    return mp.inf if bottom == 0 or mp.isinf(top) else top / bottom
+
+
+def _gradient_clipping(
+    mp: MPContext, recipe: GradientClipping, D: Number, execution: Execution
+) -> Number:
+    """μ² of one run: the best prefix, and with projections the best restart too."""
+    if D == 0:
+        return mp.mpf(0)
+    T, R = recipe.steps, recipe.model_clip
+    rounding, decay = mp.mpf(execution.rounding), mp.mpf(recipe.weight_decay)
+    clip, start = mp.mpf(recipe.grad_clip), mp.mpf(recipe.start_noise_std) ** 2
+    if isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float):
+        rate, variance = mp.mpf(recipe.learning_rate), mp.mpf(recipe.noise_std) ** 2
+        steps = (rate * decay, _shift(mp, rate, clip, rounding), variance)
+        best = _best_constant(mp, *steps, T, D, start)
+        if R is not None and T > 1:
+            best = min(best, _best_constant(mp, *steps, T - 1, 2 * mp.mpf(R), variance))
+        elif R is not None:
+            best = min(best, _divide(mp, (2 * mp.mpf(R)) ** 2, variance))
+        return best
+    with decimal.localcontext(_DECIMAL):
+        return mp.mpf(str(_scheduled(recipe, Decimal(str(D)), Decimal(execution.rounding))))
+
+
+def _shift(mp: MPContext, rate: Number, clip: Number, rounding: Number) -> Number:
+    """s_t = 2 γ_t C1 + rounding; without a clip there is no bound, whatever γ_t is."""
+    return mp.inf if mp.isinf(clip) else 2 * rate * clip + rounding
+
+
+def _scheduled(recipe: GradientClipping, D: Decimal, rounding: Decimal) -> Decimal:
+    """μ² when the steps differ, in 50-digit decimals: fast enough for long runs."""
+    T, R = recipe.steps, recipe.model_clip
+    rates, sigmas = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
+    decay, clip = Decimal(recipe.weight_decay), Decimal(recipe.grad_clip)
+    rho = [1 - Decimal(rate) * decay for rate in rates.tolist()]
+    s = [clip if clip.is_infinite() else 2 * Decimal(r) * clip + rounding for r in rates.tolist()]
+    variances = [Decimal(sigma) ** 2 for sigma in sigmas.tolist()]
+    best = _best_prefix(rho, s, variances, D, Decimal(recipe.start_noise_std) ** 2)
+    if R is not None and math.isfinite(R):
+        floats = (np.array([float(x) for x in column]) for column in (rho, s, variances))
+        first, last = _find_restart(*floats, R=R)
+        rest = slice(first + 1, last + 1)
+        again = (rho[rest], s[rest], variances[rest], 2 * Decimal(R), variances[first])
+        best = min(best, _best_prefix(*again))
+    return best
+
+
+def _best_prefix(
+    rho: list[Decimal], s: list[Decimal], variances: list[Decimal], D: Decimal, start: Decimal
+) -> Decimal:
+    """min over prefixes of W²/V, one forward pass."""
+    W, V = D, start
+    best = Decimal("inf") if V == 0 else W * W / V
+    for ρ, shift, variance in zip(rho, s, variances, strict=True):
+        W, V = ρ * W + shift, ρ * ρ * V + variance
+        if V > 0:
+            best = min(best, W * W / V)
+        if shift.is_infinite():
+            break
+    return best
+
+
+def _best_constant(
+    mp: MPContext, decay: Number, s: Number, variance: Number, T: int, D: Number, start: Number
+) -> Number:
+    """``_best_prefix`` for equal steps: W²/V has one turning point in τ, found by halving."""
+    if mp.isinf(D) or mp.isinf(s):
+        return _divide(mp, D * D, start)
+    log_rho = mp.log1p(-decay)
+
+    def value(tau: int) -> Number:
+        p, q = mp.exp(tau * log_rho), mp.exp(2 * tau * log_rho)
+        sums, squares = mp.mpf(tau), mp.mpf(tau)
+        if decay > 0:
+            sums = -mp.expm1(tau * log_rho) / decay
+            squares = mp.expm1(2 * tau * log_rho) / mp.expm1(2 * log_rho)
+        return _divide(mp, (p * D + s * sums) ** 2, q * start + variance * squares)
+
+    low, high = 0, T
+    while high - low > 1:
+        middle = (low + high) // 2
+        falls = value(middle) < value(middle - 1)
+        low, high = (middle, high) if falls else (low, middle)
+    return min(value(tau) for tau in {0, low, high, T})
+
+
+def _find_restart(rho: Array, s: Array, variances: Array, *, R: float) -> tuple[int, int]:
+    """The (restart, end) with the least W²/V, searched in floats over up to 1,024 restarts.
+
+    Every pair gives a valid bound, so an error of the search can only make the result larger.
+    """
+    T = len(rho)
+    restarts = np.unique(np.linspace(0, T - 1, min(T, _RESTARTS)).astype(np.int64))
+    W, V = np.full(len(restarts), 2 * R), np.zeros(len(restarts))
+    best, found, active = math.inf, (T - 1, T - 1), 0
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        for t in range(T):
+            W[:active] = rho[t] * W[:active] + s[t]
+            V[:active] = rho[t] ** 2 * V[:active] + variances[t]
+            if active < len(restarts) and restarts[active] == t:
+                V[active] = variances[t]
+                active += 1
+            if active == 0:
+                continue
+            values = np.nan_to_num(W[:active] / np.sqrt(V[:active]), nan=math.inf)
+            place = int(np.argmin(values))
+            if values[place] < best:
+                best, found = float(values[place]), (int(restarts[place]), t)
+    return found
+
+
+def _model_clipping(
+    mp: MPContext, recipe: ModelClipping, epsilon: Number, compared_to: ComparedTo
+) -> Number:
+    """δ_T of one run at ε: the recursion, and against the centre also from its first step."""
+    if recipe.steps > MAX_MIXING_STEPS:
+        raise InputError.of("steps", recipe.steps, f"at most {MAX_MIXING_STEPS} to be recomputed")
+    C2, sigmas = mp.mpf(recipe.model_clip), schedule(recipe.noise_std, recipe.steps).tolist()
+    ratios = [_divide(mp, 2 * C2, mp.mpf(sigma)) for sigma in sigmas]
+    start = mp.mpf(1)
+    if recipe.start_clip is not None:
+        D = (2 if compared_to == "retrained" else 1) * mp.mpf(recipe.start_clip)
+        start = theta(mp, epsilon, _divide(mp, D, mp.mpf(recipe.start_noise_std)))
+    value = _mix(mp, start, epsilon, ratios)
+    if compared_to == "centre":
+        first = theta(mp, epsilon, ratios[0] / 2)
+        value = min(value, _mix(mp, first, epsilon, ratios[1:]))
+    return value
+
+
+def _mix(mp: MPContext, delta: Number, epsilon: Number, ratios: list[Number]) -> Number:
+    expm1 = mp.expm1(epsilon)
+    for r in ratios:
+        if delta == 0 or r == 0:
+            return mp.mpf(0)
+        if delta < mp.mpf(10) ** -2000:
+            break  # more steps only make it smaller
+        delta *= theta(mp, mp.log1p(expm1 / delta), r)
+    return delta
