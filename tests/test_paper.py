@@ -1,0 +1,210 @@
+"""The paper's formulas where they are sound, and their refusal where they are not."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import dp_accounting
+import pytest
+from dp_accounting import rdp
+from mpmath import mp
+
+from expunge import GradientClipping, ModelClipping, OutputPerturbation, gaussian, guarantee, paper
+from expunge.errors import DomainError, InputError
+from expunge.group import log_group_factor
+
+DELTAS = (1e-12, 1e-5, 0.01, 0.5)
+
+
+def theta(epsilon: float, mu: float) -> float:
+    """θ_ε(μ) with 60 digits: an oracle that shares nothing with the module under test."""
+    with mp.workdps(60):
+        e, m = mp.mpf(epsilon), mp.mpf(mu)
+        return float(mp.ncdf(m / 2 - e / m) - mp.exp(e) * mp.ncdf(-m / 2 - e / m))
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_theorem_1_without_decay_is_refused_exactly_where_it_is_false(delta: float) -> None:
+    """One step and no gradient: μ = 2ε/(3 sqrt(log(1/δ))), so the oracle decides."""
+    recipe = GradientClipping(3.0, 0.0, 0.1, 0.0, 1, 0.0)
+    outcomes: set[bool] = set()
+    for share in (0.05, 0.3, 0.6, 0.9, 1.2, 1.5, 2.0, 2.6, 2.99):
+        epsilon = share * math.log(1 / delta)
+        sound = theta(epsilon, 2 * epsilon / (3 * math.sqrt(math.log(1 / delta)))) <= delta
+        outcomes.add(sound)
+        if sound:
+            sigma = paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=delta)
+            assert theta(epsilon, 6.0 / sigma) <= delta
+        else:
+            with pytest.raises(DomainError, match="not sound"):
+                paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=delta)
+    assert outcomes == ({True} if delta == 0.5 else {True, False})
+
+
+@pytest.mark.parametrize("delta", DELTAS)
+def test_theorem_1_with_decay_is_sound_in_all_of_its_printed_domain(delta: float) -> None:
+    for decay, steps, share in itertools.product((0.51, 0.75, 0.99), (1, 2, 30), (0.01, 1, 2.99)):
+        recipe = GradientClipping(1.0, 2.0, 0.1, decay / 0.1, steps, 0.0)
+        epsilon = share * math.log(1 / delta)
+        sigma = paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=delta)
+        rho = 1 - decay
+        distance = 2 * rho**steps + 0.4 * (1 - rho**steps) / decay
+        mu = distance / (sigma * math.sqrt((1 - rho ** (2 * steps)) / (1 - rho**2)))
+        assert theta(epsilon, mu) <= delta
+
+
+def test_theorem_1_refuses_what_it_does_not_cover() -> None:
+    def noise(recipe: GradientClipping, epsilon: float = 1.0) -> float:
+        return paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=1e-5)
+
+    with pytest.raises(DomainError, match=r"below 3 log\(1/delta\) = 34\.5388"):
+        noise(GradientClipping(1.0, 0.0, 0.1, 0.0, 1, 0.0), epsilon=35.0)
+    with pytest.raises(DomainError, match=r"learning_rate \* weight_decay is 0\.1; .* above 1/2"):
+        noise(GradientClipping(1.0, 1.0, 0.1, 1.0, 1, 0.0))
+    with pytest.raises(DomainError, match="learning_rate is a schedule"):
+        noise(GradientClipping(1.0, 1.0, (0.1, 0.2), 0.0, 2, 0.0))
+    with pytest.raises(DomainError, match="neither start_noise_std nor model_clip"):
+        noise(GradientClipping(1.0, 1.0, 0.1, 0.0, 1, 0.0, start_noise_std=1.0))
+    with pytest.raises(DomainError, match="neither start_noise_std nor model_clip"):
+        noise(GradientClipping(1.0, 1.0, 0.1, 0.0, 1, 0.0, model_clip=1.0))
+
+
+@pytest.mark.parametrize("ratio", [0.5, 2.0, 3.9])
+@pytest.mark.parametrize("start", [None, (0.5, 1.0)])
+def test_theorem_2_steps_are_the_fewest_of_the_weak_recursion(
+    ratio: float, start: tuple[float, float] | None
+) -> None:
+    C0, sigma_0 = start if start else (None, 0.0)
+    first = theta(1.0, 2 * C0 / sigma_0) if C0 else 1.0
+    recipe = ModelClipping(1.0, 0.1, 0.0, 2 / ratio, 1, C0, sigma_0)
+    steps = paper.theorem_2_steps(recipe, epsilon=1.0, delta=1e-9)
+    factor = theta(1.0, ratio)
+    assert first * factor**steps <= 1e-9 < first * factor ** (steps - 1)
+    strong = guarantee(ModelClipping(1.0, 0.1, 0.0, 2 / ratio, steps, C0, sigma_0), epsilon=1.0)
+    assert strong.delta <= 1e-9
+
+
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.01])
+def test_theorem_2_corrected_is_sound_by_its_own_weak_recursion(delta: float) -> None:
+    for epsilon, steps, sigma_0 in itertools.product((0.01, 0.5, 1.0), (1, 2, 20), (0.0, 1.5)):
+        recipe = ModelClipping(2.0, 0.1, 0.0, 0.0, steps, 1.0, sigma_0)
+        sigma = paper.theorem_2_noise_std(recipe, epsilon=epsilon, delta=delta, algebra="corrected")
+        first = theta(epsilon, 2.0 / sigma_0) if sigma_0 else 1.0
+        assert first * theta(epsilon, 4.0 / sigma) ** steps <= delta
+
+
+def test_theorem_2_closed_form_refuses_what_it_does_not_cover() -> None:
+    recipe = ModelClipping(1.0, 0.1, 0.0, 0.0, 1, 1.0, 20.0)
+    with pytest.raises(DomainError, match=r"epsilon is 1\.5; it must be at most 1"):
+        paper.theorem_2_noise_std(recipe, epsilon=1.5, delta=1e-5)
+    with pytest.raises(DomainError, match=r"start_noise_std is 20\.0; .* negative"):
+        paper.theorem_2_noise_std(recipe, epsilon=1.0, delta=1e-5, algebra="corrected")
+    with pytest.raises(DomainError, match=r"noise_std is 0\.0"):
+        paper.theorem_2_steps(recipe, epsilon=1.0, delta=1e-5)
+    with pytest.raises(InputError, match="algebra is 'new'"):
+        paper.theorem_2_noise_std(recipe, epsilon=1.0, delta=1e-5, algebra="new")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("delta", [*DELTAS, 0.99])
+@pytest.mark.parametrize("epsilon", [1e-3, 0.3, 1.0])
+def test_classical_noise_is_sound_and_never_less_than_exact(epsilon: float, delta: float) -> None:
+    sigma = paper.classical_noise_std(distance=2.0, epsilon=epsilon, delta=delta)
+    assert theta(epsilon, 2.0 / sigma) <= delta
+    assert sigma >= 2.0 / float(gaussian.mu(epsilon, delta))
+
+
+def test_classical_noise_is_refused_beyond_epsilon_1_where_it_becomes_false() -> None:
+    with pytest.raises(DomainError, match=r"epsilon is 10\.0; it must be at most 1"):
+        paper.classical_noise_std(distance=1.0, epsilon=10.0, delta=1e-5)
+    sigma = paper.classical_noise_std(distance=1.0, epsilon=10.0, delta=1e-5, enforce_domain=False)
+    assert guarantee(OutputPerturbation(0.5, sigma), epsilon=10.0).delta > 2e-5
+
+
+def test_group_lemma_is_never_below_the_sharp_factor() -> None:
+    for epsilon, k in itertools.product((1e-3, 0.1, 1.0), (1, 2, 10)):
+        group_epsilon, group_delta = paper.group_privacy(epsilon=epsilon, delta=1e-9, group_size=k)
+        assert group_epsilon == pytest.approx(k * epsilon)
+        assert group_delta >= 1e-9 * math.exp(log_group_factor(k * epsilon, k))
+    with pytest.raises(DomainError, match="must be below 1"):
+        paper.group_privacy(epsilon=1.0, delta=1e-5, group_size=100)
+    printed = paper.group_privacy(epsilon=1.0, delta=1e-5, group_size=100, enforce_domain=False)
+    assert printed == pytest.approx((100.0, 100 * math.exp(100) * 1e-5))
+    assert paper.group_privacy(epsilon=100.0, delta=0.5, group_size=100, enforce_domain=False) == (
+        10_000.0,
+        math.inf,
+    )
+
+
+def test_group_noise_errs_to_more_noise_than_its_own_lemma_needs() -> None:
+    for epsilon, k in ((1.0, 1), (1.0, 50), (50.0, 225)):
+        sigma = paper.group_noise_std(clip=2.0, group_size=k, epsilon=epsilon, delta=1e-5)
+        assert theta(epsilon, 2.0 * k / sigma) <= 1e-5
+        one = epsilon / k
+        by_lemma = paper.classical_noise_std(
+            distance=2.0, epsilon=one, delta=1e-5 / (k * math.exp(epsilon))
+        )
+        assert sigma >= by_lemma * (1 - 1e-12)
+    with pytest.raises(DomainError, match="at most group_size = 2"):
+        paper.group_noise_std(clip=1.0, group_size=2, epsilon=3.0, delta=1e-5)
+
+
+@pytest.mark.parametrize("mu", [0.01, 0.3, 2**0.5, 5.0])
+@pytest.mark.parametrize("delta", [1e-12, 1e-5, 0.1])
+def test_sound_renyi_conversion_lies_above_the_exact_value(mu: float, delta: float) -> None:
+    renyi = paper.epsilon_from_renyi(mu, delta)
+    assert theta(renyi, mu) <= delta
+    accountant = rdp.RdpAccountant().compose(dp_accounting.GaussianDpEvent(1 / mu))
+    assert renyi <= accountant.get_epsilon(delta) * (1 + 1e-6)  # fewer orders there
+    if delta <= 1e-5:  # not vacuous either; for large δ the Rényi route is several times looser
+        assert renyi < 1.6 * float(gaussian.epsilon(mu, delta))
+
+
+def test_rules_of_the_tables_are_sound_only_for_a_huge_delta() -> None:
+    recipe = GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.0)
+    assert paper.tables_noise_std(recipe, epsilon=1.0, delta=0.287) == pytest.approx(0.02827, 1e-4)
+    with pytest.raises(DomainError, match=r"certifies delta = 0\.2862"):
+        paper.tables_noise_std(recipe, epsilon=1.0, delta=0.286)
+    assert paper.tables_epsilon(renyi_epsilon=1.0, delta=0.5) >= 0
+    with pytest.raises(DomainError, match="conversion of the paper's tables is not sound"):
+        paper.tables_epsilon(renyi_epsilon=1.0, delta=1e-5)
+
+
+def test_renyi_divergence_is_linear_in_the_order_and_infinite_without_noise() -> None:
+    recipe = GradientClipping(1.0, 0.5, 0.1, 1.0, 4, 0.3)
+    one = paper.renyi_divergence(recipe, order=1.0)
+    assert paper.renyi_divergence(recipe, order=7.0) == pytest.approx(7 * one)
+    mu = guarantee(recipe, delta=1e-5).mu
+    assert mu is not None
+    assert one >= mu**2 / 2 * (1 - 1e-12)
+    quiet = GradientClipping(1.0, 0.5, 0.1, 1.0, 4, 0.0)
+    assert paper.renyi_divergence(quiet, order=1.0) == math.inf
+    assert paper.renyi_divergence(GradientClipping(0, 0, 0.1, 1.0, 4, 0.0), order=1.0) == 0.0
+    with pytest.raises(InputError, match=r"order is 0\.5"):
+        paper.renyi_divergence(recipe, order=0.5)
+    with pytest.raises(InputError, match="products is 'new'"):
+        paper.renyi_divergence(recipe, order=2.0, products="new")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("epsilon", [0.0, -1.0, math.nan, 710.0])
+def test_bad_epsilon_is_one_sentence(epsilon: float) -> None:
+    with pytest.raises(InputError, match=r"epsilon is .*; it must be"):
+        paper.classical_noise_std(distance=1.0, epsilon=epsilon, delta=1e-5)
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, math.nan])
+def test_bad_delta_is_one_sentence(delta: float) -> None:
+    with pytest.raises(InputError, match=r"delta is .*; it must be"):
+        paper.group_noise_std(clip=1.0, group_size=1, epsilon=1.0, delta=delta)
+
+
+def test_bad_sizes_are_one_sentence() -> None:
+    with pytest.raises(InputError, match=r"distance is 0\.0; it must be"):
+        paper.classical_noise_std(distance=0.0, epsilon=1.0, delta=1e-5)
+    for group_size in (0, 1.5, math.nan):
+        with pytest.raises(InputError, match=r"group_size is .*; it must be a whole number"):
+            paper.group_privacy(epsilon=1.0, delta=1e-5, group_size=group_size)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InputError, match=r"mu is -1\.0; it must be"):
+        paper.epsilon_from_renyi(-1.0, 1e-5)
+    with pytest.raises(InputError, match=r"learning_rate \* grad_clip is 0\.0"):
+        paper.tables_steps(GradientClipping(1.0, 0.0, 0.1, 1.0, 1, 0.0))
