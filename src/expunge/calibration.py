@@ -74,8 +74,11 @@ def calibrate(
         raise InputError.of("find", find, "'smallest', 'largest' or 'fewest'")
     target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
 
+    # A hair below ε, so that solving for ε again (to 1e-12) cannot come out above it.
+    aim = epsilon * (1 - 3e-12)
+
     def excess(recipe: Recipe) -> float:
-        found = log_delta(recipe, epsilon, compared_to=compared_to, execution=execution)
+        found = log_delta(recipe, aim, compared_to=compared_to, execution=execution)
         return max(found, -1e300) - target
 
     match find:
@@ -130,8 +133,14 @@ def _fewest(
 
 
 def _affordable(recipe: Recipe) -> int:
-    """How many steps are worth trying: the mixing recursion walks through each of them."""
-    return 2**20 if isinstance(recipe, ModelClipping | GroupDPSGD | NoisyDescent) else MOST_STEPS
+    """How many steps are worth trying: some accountants walk through each of them."""
+    match recipe:
+        case GroupDPSGD():
+            return 1  # more steps of DP-SGD only spend more
+        case ModelClipping() | NoisyDescent():
+            return 2**20
+        case _:
+            return MOST_STEPS
 
 
 def _impossible(

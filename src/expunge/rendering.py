@@ -93,8 +93,8 @@ def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
     console.print(f"  by {found.theorem}")
     if found.survival_bound is not None:
         console.print(
-            f"  survival bound {found.survival_bound:.6g}: no event about the released model differs "
-            "by more in probability from a run that never saw the old model"
+            f"  survival bound {found.survival_bound:.6g}: no event about the new model differs "
+            "by more in probability from runs that never saw the old model"
         )
     if math.isinf(found.epsilon):
         console.print("  This is no guarantee: epsilon is infinite.")
@@ -111,7 +111,7 @@ def print_plan(found: Plan) -> None:
         f"target epsilon = {found.epsilon:g}, delta = {found.delta:g}; {found.parameters:,} "
         f"parameters; noise left in each weight {found.scale:.4g}"
     )
-    table = Table(box=SIMPLE)
+    table = Table(box=SIMPLE, pad_edge=False)
     names = ("method", "T", "σ", "‖noise‖", "‖kept‖", "examples", "survives")
     for name in names:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

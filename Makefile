@@ -1,0 +1,44 @@
+# Every target sets itself up: a machine with Python 3.11+, pip and make is enough.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TESTS ?=
+
+.PHONY: demo test check bench paper clean
+.DELETE_ON_ERROR:
+
+demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships with a dependency
+	$(BIN)/expunge demo --out runs/demo
+
+test: $(VENV)/.development  ## all tests and doctests, warnings as errors
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
+
+check: $(VENV)/.development  ## format, lint, types, layers, and nothing heavy at import
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q -n 0 tests/test_surface.py
+
+bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json
+	$(BIN)/python -m benchmarks.run
+
+paper: $(VENV)/.development  ## every table and figure of the paper that exists so far
+	@for script in experiments/table_*.py experiments/figure_*.py; do \
+	  [ -e "$$script" ] || { echo "no experiments yet"; exit 0; }; \
+	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+clean:
+	rm -rf $(VENV) runs
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expunge needs Python 3.11 or newer; set PYTHON=…")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.development: $(VENV)/.runtime
+	$(PIP) -e '.[dev]'
+	@touch $@

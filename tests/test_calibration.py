@@ -1,0 +1,189 @@
+"""calibrate: never on the unsafe side, never far from the edge."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expunge import (
+    CalibrationError,
+    Execution,
+    GradientClipping,
+    GroupDPSGD,
+    InputError,
+    ModelClipping,
+    OutputPerturbation,
+    calibrate,
+    guarantee,
+)
+from expunge.solving import bracket, tighten
+
+
+def gradient(noise_std: float = 1.0, **changes: float) -> GradientClipping:
+    fields = {
+        "start_clip": 0.01,
+        "grad_clip": 100.0,
+        "learning_rate": 1e-4,
+        "weight_decay": 10.0,
+        "steps": 1,
+    }
+    return GradientClipping(**(fields | {"noise_std": noise_std} | changes))
+
+
+def test_published_values() -> None:
+    found = calibrate(lambda s: gradient(s), epsilon=1.0, delta=1e-5)
+    assert found.noise_std == pytest.approx(0.14915, abs=5e-6)
+    found = calibrate(lambda s: OutputPerturbation(0.01, s), epsilon=1.0, delta=1e-5)
+    assert found.noise_std == pytest.approx(0.0746127, abs=1e-7)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    epsilon=st.floats(1e-3, 50),
+    log_delta=st.floats(-40, -1),
+    start_clip=st.floats(1e-6, 1e3),
+    steps=st.integers(1, 200),
+)
+def test_smallest_noise_is_safe_and_tight(
+    epsilon: float, log_delta: float, start_clip: float, steps: int
+) -> None:
+    delta = math.exp(log_delta)
+
+    def make(s: float) -> GradientClipping:
+        return gradient(s, start_clip=start_clip, steps=steps, grad_clip=start_clip)
+
+    found = calibrate(make, epsilon=epsilon, delta=delta)
+    assert guarantee(found, epsilon=epsilon).delta <= delta
+    assert guarantee(found, delta=delta).epsilon <= epsilon
+    assert guarantee(make(found.noise_std * (1 - 1e-9)), epsilon=epsilon).delta > delta
+
+
+@settings(max_examples=40, deadline=None)
+@given(epsilon=st.floats(0.01, 20), ratio=st.floats(0.05, 3.0))
+def test_fewest_steps_are_not_one_too_many(epsilon: float, ratio: float) -> None:
+    def make(n: float) -> ModelClipping:
+        return ModelClipping(ratio / 2, 0.1, 0.0, 1.0, int(n))
+
+    found = calibrate(make, epsilon=epsilon, delta=1e-5, find="fewest")
+    assert guarantee(found, epsilon=epsilon).delta <= 1e-5
+    if found.steps > 1:
+        assert guarantee(make(found.steps - 1), epsilon=epsilon).delta > 1e-5
+
+
+@pytest.mark.parametrize("compared_to", ["retrained", "centre"])
+def test_largest_clip_is_safe_and_tight(compared_to: str) -> None:
+    def make(clip: float) -> OutputPerturbation:
+        return OutputPerturbation(clip, 0.5)
+
+    found = calibrate(make, epsilon=2.0, delta=1e-6, compared_to=compared_to, find="largest")
+    at = guarantee(found, epsilon=2.0, compared_to=compared_to)
+    assert at.delta <= 1e-6
+    wider = guarantee(make(found.start_clip * (1 + 1e-9)), epsilon=2.0, compared_to=compared_to)
+    assert wider.delta > 1e-6
+
+
+def test_centre_needs_half_the_noise_of_retrained() -> None:
+    def make(s):
+        return OutputPerturbation(1.0, s)
+
+    one = calibrate(make, epsilon=1.0, delta=1e-5)
+    other = calibrate(make, epsilon=1.0, delta=1e-5, compared_to="centre")
+    assert one.noise_std == pytest.approx(2 * other.noise_std, rel=1e-9)
+
+
+def test_real_execution_costs_noise() -> None:
+    real = Execution(rounding=1e-3, tail_delta=1e-9, releases=4)
+    ideal = calibrate(lambda s: gradient(s), epsilon=1.0, delta=1e-5)
+    found = calibrate(lambda s: gradient(s), epsilon=1.0, delta=1e-5, execution=real)
+    assert guarantee(found, delta=1e-5, execution=real).epsilon <= 1.0
+    assert found.noise_std > 2 * ideal.noise_std
+
+
+def test_a_schedule_is_scaled_as_a_whole() -> None:
+    shape = np.geomspace(1, 4, 50)
+    found = calibrate(
+        lambda s: GradientClipping(0.1, 1.0, 0.01, 5.0, 50, shape * s), epsilon=1.0, delta=1e-5
+    )
+    assert found.noise_std[-1] == pytest.approx(4 * found.noise_std[0])
+    assert guarantee(found, delta=1e-5).epsilon == pytest.approx(1.0, rel=1e-8)
+
+
+def test_nothing_to_forget_needs_no_noise() -> None:
+    found = calibrate(lambda s: OutputPerturbation(0.0, s), epsilon=1.0, delta=1e-5)
+    assert found.noise_std == 0.0
+
+
+def test_no_noise_allows_only_a_restart() -> None:
+    found = calibrate(lambda c: OutputPerturbation(c, 0.0), epsilon=1.0, delta=1e-5, find="largest")
+    assert found.start_clip == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda n: gradient(0.01, steps=int(n), weight_decay=0.0), "without weight_decay"),
+        (
+            lambda n: gradient(0.01, steps=int(n), weight_decay=10.0),
+            "2 \\* grad_clip / weight_decay",
+        ),
+        (lambda n: ModelClipping(20.0, 0.1, 0.0, 0.5, int(n)), "model_clip is so large"),
+        (lambda n: GroupDPSGD(1.0, 1.0, 0.01, int(n), 1000), "group of group_size"),
+    ],
+)
+def test_impossible_targets_say_which_bound_forbids_them(make: object, reason: str) -> None:
+    with pytest.raises(CalibrationError, match=reason):
+        calibrate(make, epsilon=1.0, delta=1e-5, find="fewest")
+
+
+def test_a_clip_that_limits_nothing_is_said() -> None:
+    with pytest.raises(CalibrationError, match="not what limits"):
+        calibrate(
+            lambda c: GradientClipping(0.0, c, 0.1, 0.0, 1, 1.0),
+            epsilon=1.0,
+            delta=1e-5,
+            find="largest",
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epsilon": 800.0}, "epsilon is 800.0; it must be a number in [0, 709]"),
+        ({"epsilon": -1.0}, "epsilon is -1.0"),
+        ({"epsilon": math.nan}, "epsilon is nan"),
+        ({"delta": 0.0}, "delta is 0.0; it must be a number in (0, 1)"),
+        ({"delta": 1.0}, "delta is 1.0"),
+        ({"find": "best"}, "find is 'best'"),
+        ({"start": 0.0}, "start is 0.0"),
+    ],
+)
+def test_bad_targets_are_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        calibrate(
+            lambda s: OutputPerturbation(1.0, s), **({"epsilon": 1.0, "delta": 1e-5} | changes)
+        )
+    assert message in str(caught.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(root=st.floats(1e-6, 1e6), power=st.sampled_from([1.0, 3.0, 0.2]))
+def test_tighten_returns_the_good_side(root: float, power: float) -> None:
+    def excess(x):
+        return root**power - x**power
+
+    bad, good = bracket(excess, 1.0, lowest=1e-150, highest=1e150)
+    x = tighten(excess, bad, good)
+    assert excess(x) <= 0
+    assert x == pytest.approx(root, rel=1e-10)
+
+
+def test_tighten_survives_infinite_and_flat_ends() -> None:
+    def step(x):
+        return math.inf if x < 2.5 else -1.0
+
+    assert tighten(step, 0.0, 10.0) == pytest.approx(2.5, rel=1e-11)
+    assert bracket(lambda x: 1.0, 1.0, lowest=1e-9, highest=1e9) is None
+    with pytest.raises(ValueError, match="not good"):
+        tighten(lambda x: 1.0, 0.0, 1.0)

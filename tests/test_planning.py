@@ -1,0 +1,71 @@
+"""plan: recipes that meet the target and say what they leave."""
+
+import math
+
+import numpy as np
+import pytest
+
+from expunge import InputError, guarantee, plan
+
+
+@pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (1.0, 1e-5), (10.0, 1e-5)])
+@pytest.mark.parametrize("compared_to", ["retrained", "centre"])
+def test_every_candidate_meets_the_target(epsilon: float, delta: float, compared_to: str) -> None:
+    found = plan(epsilon=epsilon, delta=delta, parameters=3_985, compared_to=compared_to)
+    for candidate in found.candidates:
+        again = guarantee(candidate.recipe, delta=delta, compared_to=compared_to)
+        assert again.epsilon <= epsilon
+        assert again == candidate.guarantee
+        if candidate.method != "retraining":
+            assert again.epsilon > 0.999 * epsilon, "the largest radius the target allows"
+
+
+def test_noise_that_remains_has_the_wanted_scale() -> None:
+    found = plan(epsilon=1.0, delta=1e-5, parameters=10_000, scale=0.05, steps=20)
+    rng = np.random.default_rng(0)
+    for candidate in found.candidates[:3]:
+        assert candidate.noise_left == pytest.approx(0.05)
+        assert candidate.expected_norm == pytest.approx(5.0)
+    recipe = found.candidates[1].recipe
+    x = np.zeros(10_000)
+    for _ in range(recipe.steps):
+        x += -recipe.learning_rate * recipe.weight_decay * x
+        x += rng.normal(scale=recipe.noise_std, size=x.size)
+    assert np.std(x) == pytest.approx(0.05, rel=0.03)
+
+
+def test_the_bound_on_what_survives_is_the_centre_guarantee() -> None:
+    found = plan(epsilon=1.0, delta=1e-5, parameters=20_042)
+    output = found.candidates[0]
+    mu_c = output.guarantee.centre.mu
+    assert output.survival_bound == pytest.approx(math.erf(mu_c / 2 / math.sqrt(2)))
+    assert found.restart_is_as_good
+    assert "at most 8.2 % of runs" in found.advice
+
+
+def test_a_weak_target_lets_the_old_model_matter() -> None:
+    found = plan(epsilon=20.0, delta=1e-5, parameters=20_042)
+    assert not found.restart_is_as_good
+    assert max(c.survival_bound for c in found.candidates) > 0.5
+
+
+def test_default_scale_is_an_initialisation() -> None:
+    found = plan(epsilon=1.0, delta=1e-5, parameters=10_000)
+    assert found.scale == pytest.approx(1 / math.sqrt(100))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parameters": 0}, "parameters is 0; it must be a whole number >= 1"),
+        ({"steps": 1.5}, "steps is 1.5"),
+        ({"scale": -1.0}, "scale is -1.0"),
+        ({"scale": math.inf}, "scale is inf"),
+        ({"delta": 2.0}, "delta is 2.0"),
+        ({"weight_decay": 100.0, "learning_rate": 0.1}, "it must be below 1"),
+    ],
+)
+def test_bad_input(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        plan(**({"epsilon": 1.0, "delta": 1e-5, "parameters": 100} | changes))
+    assert message in str(caught.value)
