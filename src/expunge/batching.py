@@ -1,0 +1,225 @@
+"""Batches in memory without per-sample Python, and any iterable of batches turned into a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from expunge.errors import InputError, UnlearningError
+from expunge.randomness import capture_random, restore_random
+
+LossFunction = Callable[[Any, Any], Tensor]
+Augment = Callable[[Tensor, torch.Generator], Tensor]
+
+
+class Batches:
+    """Batches of tensors in memory: one gather per batch, shuffled anew each pass.
+
+    Order and augmentation come from ``generator``; without one the order is that of the tensors.
+    ``augment(inputs, generator)`` sees the batch as it is stored, ``prepare(inputs)`` turns it into
+    what the model takes (uint8 pixels to normalised floats). A loader like any other, which also
+    carries the samples' identifiers.
+
+    >>> batches = Batches(torch.arange(6.0).view(6, 1), torch.arange(6), batch_size=4)
+    >>> [len(y) for x, y in batches], len(batches)
+    ([4, 2], 2)
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        targets: Tensor,
+        *,
+        batch_size: int,
+        generator: torch.Generator | None = None,
+        augment: Augment | None = None,
+        prepare: Callable[[Tensor], Tensor] | None = None,
+        drop_last: bool = False,
+        ids: Sequence[str] | None = None,
+    ) -> None:
+        if len(inputs) != len(targets):
+            raise InputError.of(
+                "number of targets", len(targets), f"{len(inputs)}, as many as inputs"
+            )
+        if ids is not None and len(ids) != len(inputs):
+            raise InputError.of("number of ids", len(ids), f"{len(inputs)}, as many as inputs")
+        if batch_size != int(batch_size) or batch_size < 1:
+            raise InputError.of("batch_size", batch_size, "a whole number >= 1")
+        if augment is not None and generator is None:
+            raise InputError("augment needs a generator to draw from; give generator too")
+        self.inputs, self.targets, self.ids = inputs, targets, ids
+        self.batch_size, self.generator = int(batch_size), generator
+        self.augment, self.prepare, self.drop_last = augment, prepare, drop_last
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.inputs), self.batch_size)
+        return whole + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        n, size = len(self.inputs), self.batch_size
+        order = None
+        if self.generator is not None:
+            device = self.generator.device
+            order = torch.randperm(n, generator=self.generator, device=device)
+            order = order.to(self.inputs.device)
+        for start in range(0, len(self) * size, size):
+            if order is None:
+                x, y = self.inputs[start : start + size], self.targets[start : start + size]
+            else:
+                chosen = order[start : start + size]
+                x, y = self.inputs[chosen], self.targets[chosen.to(self.targets.device)]
+            if self.augment is not None and self.generator is not None:
+                x = self.augment(x, self.generator)
+            yield (x if self.prepare is None else self.prepare(x)), y
+
+
+class Cycle:
+    """The batches of a loader, over and over; ``place`` is where it stands, for a checkpoint.
+
+    >>> cycle = Cycle([(1,), (2,)])
+    >>> [cycle.take() for _ in range(3)]
+    [(1,), (2,), (1,)]
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        place: Mapping[str, Tensor] | None = None,
+        *,
+        keep: bool = False,
+    ) -> None:
+        self.loader, self.keep, self.taken = loader, keep, 0
+        found: object = getattr(loader, "generator", None)
+        self._generator = found if isinstance(found, torch.Generator) else None
+        self._pass_start: dict[str, Tensor] = {}
+        if place is not None:
+            now = {name[4:]: t for name, t in place.items() if name.startswith("now.")}
+            then = {name[5:]: t for name, t in place.items() if name.startswith("pass.")}
+            restore_random(then or now, self._generator)
+            self._batches = self._begin()
+            for _ in range(int(place["taken"])):
+                self.take()
+            restore_random(now, self._generator)
+        else:
+            self._batches = self._begin()
+
+    def take(self) -> Any:
+        """The next batch; a new pass when the loader is through, an error if it gives nothing."""
+        for batch in self._batches:
+            self.taken += 1
+            return batch
+        if self.taken == 0:
+            raise UnlearningError("retain_loader yields no batches; it must yield at least one")
+        if isinstance(self.loader, Iterator):
+            raise UnlearningError(
+                f"retain_loader ended after {self.taken} batches and cannot be read again; "
+                "give a loader or list that can, or one batch per step"
+            )
+        self.taken = 0
+        self._batches = self._begin()
+        return self.take()
+
+    def place(self) -> dict[str, Tensor]:
+        """The random state at the start of this pass and now, and the batches taken in between."""
+        place = {f"pass.{name}": tensor for name, tensor in self._pass_start.items()}
+        place |= {f"now.{name}": t for name, t in capture_random(self._generator).items()}
+        return place | {"taken": torch.tensor(self.taken)}
+
+    def _begin(self) -> Iterator[Any]:
+        if self.keep:
+            self._pass_start = capture_random(self._generator)
+        return iter(self.loader)
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor on ``device``; tuples, lists and mappings keep their kind."""
+    match batch:
+        case Tensor():
+            return batch.to(device, non_blocking=True)
+        case Mapping():
+            items = cast(Mapping[str, Any], batch).items()
+            return {key: move_batch(value, device) for key, value in items}
+        case tuple() | list():
+            moved = [move_batch(item, device) for item in cast(Sequence[Any], batch)]
+            return moved if isinstance(batch, list) else tuple(moved)
+        case _:
+            return batch
+
+
+def count_examples(batch: Any) -> int:
+    """The length of the first tensor in a batch.
+
+    >>> count_examples({"input_ids": torch.zeros(4, 7)}), count_examples((torch.zeros(3, 2), 1))
+    (4, 3)
+    """
+    match batch:
+        case Tensor():
+            return len(batch) if batch.ndim > 0 else 1
+        case Mapping():
+            parts = list(cast(Mapping[str, Any], batch).values())
+        case tuple() | list():
+            parts = list(cast(Sequence[Any], batch))
+        case _:
+            return 0
+    return next((n for n in map(count_examples, parts) if n > 0), 0)
+
+
+def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Tensor:
+    """The loss of one batch, a scalar.
+
+    ============================  =====================================================
+    batch                         loss
+    ============================  =====================================================
+    ``(x, …, y)``                 ``loss_fn(model(x, …), y)``
+    a tensor ``x``                ``loss_fn(model(x), x)``
+    a mapping                     ``loss_fn(model(**batch), batch)``, or without
+                                  ``loss_fn`` the ``loss`` that the model returns
+    ============================  =====================================================
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> compute_loss(model, (torch.zeros(3, 2), torch.ones(3, 1)), nn.functional.mse_loss).item()
+    1.0
+    """
+    match batch:
+        case Mapping():
+            output = model(**batch)
+            loss = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
+        case Tensor() if loss_fn is not None:
+            loss = loss_fn(model(batch), batch)
+        case (*inputs, target) if loss_fn is not None and inputs:
+            loss = loss_fn(model(*inputs), target)
+        case _ if loss_fn is None:
+            raise InputError.of(
+                "loss_fn", None, "a function unless batches are mappings and the model returns loss"
+            )
+        case _:
+            raise InputError.of(
+                "batch", type(batch).__name__, "a tensor, a tuple (inputs, target) or a mapping"
+            )
+    return _check_scalar(loss)
+
+
+def _own_loss(output: Any) -> Any:
+    loss = cast(object, getattr(output, "loss", None))
+    if loss is None and isinstance(output, Mapping):
+        loss = cast(Mapping[str, Any], output).get("loss")
+    if loss is None:
+        raise InputError.of("loss_fn", None, "a function, because the model returns no loss itself")
+    return loss
+
+
+def _check_scalar(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor):
+        raise UnlearningError(
+            f"the loss is a {type(loss).__name__}; it must be a tensor with one number"
+        )
+    if loss.numel() != 1:
+        raise UnlearningError(
+            f"the loss has shape {tuple(loss.shape)}; it must be one number (take its mean)"
+        )
+    if not loss.is_floating_point():
+        raise UnlearningError(f"the loss is of dtype {loss.dtype}; it must be a real number")
+    return loss.reshape(())

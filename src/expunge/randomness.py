@@ -1,0 +1,78 @@
+"""The global random state of torch, NumPy and Python: kept, put back, and written down.
+
+The engine never draws from it for noise. Dropout and shuffling loaders may, so a run puts it back
+when it ends, and a checkpoint keeps it, so that a resumed run sees the same data order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def capture_random(generator: torch.Generator | None = None) -> dict[str, Tensor]:
+    """The global state, and that of a loader's own ``generator``, as tensors.
+
+    >>> kept = capture_random()
+    >>> first = torch.rand(2)
+    >>> restore_random(kept)
+    >>> torch.equal(first, torch.rand(2))
+    True
+    """
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for i, cuda in enumerate(torch.cuda.get_rng_state_all()):
+            state[f"cuda.{i}"] = cuda
+    name, keys, position, has_gauss, gauss = cast(
+        tuple[str, Any, int, int, float], np.random.get_state(legacy=True)
+    )
+    if name == "MT19937":
+        state["numpy.keys"] = torch.from_numpy(np.asarray(keys, np.int64).copy())
+        state["numpy.rest"] = torch.tensor([position, has_gauss, gauss], dtype=torch.float64)
+    version, words, gauss_next = random.getstate()
+    state["python.words"] = torch.tensor([version, *words], dtype=torch.int64)
+    if gauss_next is not None:
+        state["python.gauss"] = torch.tensor(gauss_next, dtype=torch.float64)
+    if generator is not None:
+        state["generator"] = generator.get_state()
+    return state
+
+
+def restore_random(state: Mapping[str, Tensor], generator: torch.Generator | None = None) -> None:
+    """Put back what ``capture_random`` took."""
+    torch.set_rng_state(state["torch"])
+    cuda = [tensor for name, tensor in state.items() if name.startswith("cuda.")]
+    if cuda and torch.cuda.is_available() and torch.cuda.device_count() >= len(cuda):
+        torch.cuda.set_rng_state_all(cuda)
+    if "numpy.keys" in state:
+        position, has_gauss, gauss = state["numpy.rest"].tolist()
+        keys = state["numpy.keys"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", keys, int(position), int(has_gauss), gauss))
+    version, *words = state["python.words"].tolist()
+    gauss_next = float(state["python.gauss"]) if "python.gauss" in state else None
+    random.setstate((version, tuple(words), gauss_next))
+    if generator is not None and "generator" in state:
+        generator.set_state(state["generator"])
+
+
+@contextmanager
+def untouched_random() -> Generator[None]:
+    """Whatever happens inside, the global random state afterwards is the one before.
+
+    >>> before = torch.get_rng_state()
+    >>> with untouched_random():
+    ...     _ = torch.rand(3), np.random.rand(), random.random()
+    >>> torch.equal(before, torch.get_rng_state())
+    True
+    """
+    state = capture_random()
+    try:
+        yield
+    finally:
+        restore_random(state)

@@ -1,0 +1,169 @@
+"""The subject of a run: a copy of the model, sorted into what is certified and what is public."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from expunge.buffers import BufferMode, BufferPlan, list_buffers, plan_buffers
+from expunge.errors import InputError, UnlearningError
+
+Centre = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """``certified``: trainable parameters, tied ones once; ``centre``: the public point by the same
+    names, None for zero; ``frozen``: names of the tensors that are public and stay as they are."""
+
+    model: nn.Module
+    certified: dict[str, nn.Parameter]
+    centre: dict[str, Tensor] | None
+    frozen: tuple[str, ...]
+    buffers: BufferPlan
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.certified.values())).device
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.certified.values())
+
+    @property
+    def dtype(self) -> str:
+        kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.certified.values()})
+        return "+".join(kinds)
+
+
+def copy_subject(
+    model: nn.Module,
+    centre: Centre | None,
+    *,
+    buffers: BufferMode = "refuse",
+    public_buffers: Iterable[str] = (),
+    device: torch.device | str | None = None,
+) -> Subject:
+    """Copy ``model`` and check that it can be certified.
+
+    >>> subject = copy_subject(nn.Linear(2, 1), None)
+    >>> list(subject.certified), subject.size, subject.frozen
+    (['weight', 'bias'], 3, ())
+    """
+    plan = plan_buffers(model, buffers, public_buffers)
+    _check_parameters(model)
+    try:
+        copied = copy.deepcopy(model)
+    except (RuntimeError, TypeError) as error:
+        raise UnlearningError(f"the model cannot be copied: {error}") from error
+    copied.zero_grad(set_to_none=True)
+    if device is not None:
+        copied.to(device)
+    certified = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+    for p in certified.values():
+        p.data = p.data.contiguous()
+    devices = sorted({str(p.device) for p in certified.values()})
+    if len(devices) > 1:
+        raise UnlearningError(
+            f"the trainable parameters are on {', '.join(devices)}; they must be on one device"
+        )
+    frozen = [name for name, p in copied.named_parameters() if not p.requires_grad]
+    return Subject(
+        model=copied,
+        certified=certified,
+        centre=None if centre is None else match_centre(copied, certified, centre),
+        frozen=(*frozen, *plan.public),
+        buffers=plan,
+    )
+
+
+def match_centre(
+    model: nn.Module, certified: Mapping[str, Tensor], centre: Centre
+) -> dict[str, Tensor]:
+    """The centre's tensors by the certified names, on the parameters' device.
+
+    Tied weights may come under any of their names; entries for frozen parameters and buffers are
+    ignored; anything missing, unknown or of another shape is refused by name.
+    """
+    aliases: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(p), []).append(name)
+    known = {name for names in aliases.values() for name in names} | set(model.state_dict())
+    unknown = [name for name in centre if name not in known and name not in list_buffers(model)]
+    if unknown:
+        raise InputError.of("centre key", unknown[0], "the name of a parameter of the model")
+    matched: dict[str, Tensor] = {}
+    for name, p in certified.items():
+        found = [alias for alias in aliases[id(p)] if alias in centre]
+        if not found:
+            raise InputError(f"centre has no {name}; it must have every trainable parameter")
+        tensor = centre[found[0]]
+        for alias in found:
+            if centre[alias].shape != p.shape:
+                raise InputError.of(
+                    f"centre[{alias!r}].shape", tuple(centre[alias].shape), f"{tuple(p.shape)}"
+                )
+            if not torch.equal(centre[alias], tensor):
+                raise InputError(
+                    f"centre has different values for the tied weights {found[0]} and {alias}"
+                )
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"centre[{found[0]!r}] holds values that are not finite real numbers")
+        matched[name] = tensor.detach().to(p.device)
+    return matched
+
+
+def select_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    everything = dict(model.named_parameters()) | list_buffers(model)
+    return {name: everything[name].detach() for name in names}
+
+
+def check_unchanged(original: nn.Module, subject: Subject) -> None:
+    """Refuse a public tensor that the steps changed: it remembers what the noise was to hide."""
+    before = select_tensors(original, subject.frozen)
+    for name, tensor in select_tensors(subject.model, subject.frozen).items():
+        if not torch.equal(before[name].to(tensor.device), tensor):
+            raise UnlearningError(
+                f"{name} was declared public but changed during the noisy steps, so it carries "
+                "what the noise hides; freeze the module that writes it, or replace it"
+            )
+
+
+def check_finite(certified: Mapping[str, Tensor]) -> None:
+    """Refuse a model whose trainable parameters are not all finite."""
+    for name, p in certified.items():
+        if not bool(torch.isfinite(p.detach()).all()):
+            raise UnlearningError(f"parameter {name} holds values that are not finite")
+
+
+def _check_parameters(model: nn.Module) -> None:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise UnlearningError(f"parameter {name} has no shape yet; run the model once first")
+        if p.is_complex():
+            raise UnlearningError(f"parameter {name} is complex; only real ones can be certified")
+        if p.layout is not torch.strided:
+            raise UnlearningError(f"parameter {name} is not dense; only dense ones are certified")
+    if not any(p.numel() > 0 for _, p in trainable):
+        raise UnlearningError(
+            "the model has no trainable parameter; at least one must have requires_grad=True"
+        )
+    spans: list[tuple[int, int, str]] = []
+    for name, p in trainable:
+        if p.numel() > 0 and p.data_ptr() != 0:
+            last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+            spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name))
+    spans.sort()
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+        if start < end:
+            raise UnlearningError(
+                f"parameters {first} and {second} share memory but are not the same parameter; "
+                "tie them by assigning one parameter to both modules"
+            )

@@ -1,0 +1,215 @@
+"""From a trained module to a certified one: the noisy loop.
+
+    x_0     = Π_{C0}(x̂) + N(0, σ0² I)
+    x_{t+1} = Π_R(x_t - γ_t (clip(g_t) + λ (x_t - c))) + N(0, σ_t² I)
+
+``g_t`` is a minibatch gradient on retained data. Gradient clipping clips it to C1, model clipping
+clips the model to R = C2 instead, output perturbation takes no step at all. What ran is returned
+as a :class:`~expunge.record.RunRecord`; what it guarantees follows from that record alone.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from expunge import recipes
+from expunge.accounting import Execution
+from expunge.batching import LossFunction, compute_loss, move_batch
+from expunge.buffers import BufferMode, estimate_statistics
+from expunge.errors import InputError, UnlearningError
+from expunge.noise import Noise, SystemNoise
+from expunge.precision import NoisyRecipe
+from expunge.randomness import untouched_random
+from expunge.record import Commitment, RunRecord, commit
+from expunge.stepping import Loop, OnStep
+from expunge.subject import (
+    Centre,
+    Subject,
+    check_finite,
+    check_unchanged,
+    copy_subject,
+    select_tensors,
+)
+from expunge.weights import hash_weights
+
+Start = Literal["model", "centre"]
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What ``unlearn`` returns: a new module, and the record of what ran."""
+
+    model: nn.Module
+    record: RunRecord
+
+
+def unlearn(
+    model: nn.Module,
+    retain_loader: Iterable[Any],
+    recipe: NoisyRecipe,
+    *,
+    loss_fn: LossFunction | None = None,
+    centre: Centre | None = None,
+    noise: Noise | None = None,
+    start: Start = "model",
+    buffers: BufferMode = "refuse",
+    public_buffers: Iterable[str] = (),
+    forget_ids: Iterable[str | int] | None = None,
+    retain_ids: Iterable[str | int] | None = None,
+    releases: int = 1,
+    parent: str | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+    on_step: OnStep | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    resume: bool = False,
+) -> Run:
+    """Forget what is not in ``retain_loader``, with a certificate's worth of noise.
+
+    The module passed in and the global random state are untouched; the copy is run in the train or
+    eval mode the module is in. ``centre`` is a state_dict of public weights (None: zero), towards
+    which clips and weight decay pull. ``start="centre"`` is the control that never sees the old
+    model. ``loss_fn(output, target)`` may be None when batches are mappings and the model returns
+    its own loss. Gradients that are not finite count as zero and are recorded. ``on_step(done,
+    model)`` is called after every step; what it sees is not covered by any certificate. With
+    ``checkpoint`` the state is saved every ``checkpoint_seconds`` and at the end, and ``resume``
+    goes on from there with fresh noise.
+
+    >>> from expunge import GradientClipping
+    >>> recipe = GradientClipping(start_clip=1.0, grad_clip=1.0, learning_rate=0.1,
+    ...                           weight_decay=1.0, steps=3, noise_std=5.0)
+    >>> batches = [(torch.ones(4, 2), torch.tensor([0, 1, 1, 0]))]
+    >>> run = unlearn(nn.Linear(2, 2), batches, recipe, loss_fn=nn.functional.cross_entropy)
+    >>> len(run.record.trace), run.record.parameters, run.record.noise["source"]
+    (3, 6, 'system')
+    """
+    recipe = _check_recipe(recipe, start)
+    forget, retain = _commit_ids(
+        forget_ids, getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
+    )
+    Execution(releases=releases)
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.exists() and not resume:
+        raise InputError(f"checkpoint {path} exists already; pass resume=True or another path")
+    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
+        subject = copy_subject(
+            model, centre, buffers=buffers, public_buffers=public_buffers, device=device
+        )
+        if start == "model":
+            check_finite(subject.certified)
+        loop = Loop(subject, recipe, retain_loader, loss_fn, noise or SystemNoise())
+        before = hash_weights(model.state_dict())
+        hashes = {
+            "weights_before": before,
+            "frozen": _hash_named(subject),
+            "centre": None if subject.centre is None else hash_weights(subject.centre),
+        }
+        identity = hashes | {
+            "recipe": recipes.to_dict(recipe),
+            "start": start,
+            "noise": loop.noise.describe(),
+            "buffers": buffers,
+        }
+        with closing(loop):
+            loop.begin(path if resume else None, identity)
+            loop.run(path, checkpoint_seconds, identity, on_step, progress)
+        check_unchanged(model, subject)
+        noisy = after = hash_weights(subject.model.state_dict())
+        if subject.buffers.modules:
+            _estimate(subject, retain_loader, loss_fn)
+            after = hash_weights(subject.model.state_dict())
+    plan = subject.buffers
+    record = RunRecord(
+        recipe=recipe,
+        parameters=subject.size,
+        grid=loop.vector.grid,
+        execution=Execution(rounding=loop.precision.rounding, releases=releases),
+        noise=loop.describe_noise(),
+        noise_keys=loop.noise_keys,
+        trace=loop.tell(),
+        gradient_evaluations=loop.gradient_evaluations,
+        weights_before=before,
+        weights_noisy=noisy,
+        weights_after=after,
+        device=str(subject.device),
+        dtype=subject.dtype,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        frozen=hashes["frozen"],
+        frozen_names=subject.frozen,
+        centre=hashes["centre"],
+        forget=forget,
+        retain=retain,
+        buffers="reset" if plan.reset else "frozen" if plan.public else "none",
+        buffer_names=plan.reset or plan.public,
+        start=start,
+        resumed=loop.resumed,
+        parent=parent,
+        versions=list_versions(),
+    )
+    return Run(subject.model, record)
+
+
+def list_versions() -> dict[str, str]:
+    """The versions of what computed a run."""
+    names = ("expunge", "torch", "numpy", "scipy", "cryptography", "mpmath")
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
+
+
+def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
+    if not isinstance(recipe, NoisyRecipe):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError.of(
+            "recipe", recipe, "GradientClipping, ModelClipping or OutputPerturbation"
+        )
+    if start not in ("model", "centre"):
+        raise InputError.of("start", start, "'model' or 'centre'")
+    return recipe if start == "model" else replace(recipe, start_clip=0.0)
+
+
+def _commit_ids(
+    forget_ids: Iterable[str | int] | None, retain_ids: Iterable[str | int] | None
+) -> tuple[Commitment | None, Commitment | None]:
+    """Commitments to both sets, which must be disjoint; identifiers are compared as text."""
+    forget = None if forget_ids is None else _plain(forget_ids)
+    retain = None if retain_ids is None else _plain(retain_ids)
+    if forget is not None and retain is not None:
+        both = {str(i) for i in forget} & {str(i) for i in retain}
+        if both:
+            raise InputError(
+                f"retain_ids holds {min(both)!r}, which is in forget_ids too "
+                f"({len(both)} in all); the retained data must not hold what is forgotten"
+            )
+    return (
+        None if forget is None else commit(forget),
+        None if retain is None else commit(retain),
+    )
+
+
+def _plain(ids: Iterable[Any]) -> Sequence[str | int]:
+    values = ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids)
+    return [str(value) if isinstance(value, np.str_) else value for value in values]
+
+
+def _hash_named(subject: Subject) -> str | None:
+    """The hash of the public tensors; None if there are none."""
+    public = select_tensors(subject.model, subject.frozen)
+    return hash_weights(public) if public else None
+
+
+def _estimate(subject: Subject, loader: Iterable[Any], loss_fn: LossFunction | None) -> None:
+    def forward(batch: Any) -> object:
+        return compute_loss(subject.model, move_batch(batch, subject.device), loss_fn)
+
+    if estimate_statistics(subject.model, subject.buffers, loader, forward) == 0:
+        raise UnlearningError("retain_loader yields no batches to re-estimate buffers on")
