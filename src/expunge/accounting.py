@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from expunge import gaussian
 from expunge.errors import InputError
 from expunge.group import group_epsilon, group_log_delta
-from expunge.iteration import iterate, iterate_constant, minorant_mu, mix, ratio
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -25,13 +23,23 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
-    schedule,
 )
 from expunge.solving import bracket, tighten
+from expunge.theorems import (
+    add_noise_once,
+    clip_gradients,
+    clip_models,
+    descend_with_noise,
+    rewind_and_perturb,
+    round_group,
+)
 
 ComparedTo = Literal["retrained", "centre"]
-Array = npt.NDArray[np.float64]
 MAX_EPSILON = 709.0
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -77,11 +85,11 @@ class Execution:
     releases: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rounding < math.inf:
+        if not (_is_number(self.rounding) and 0 <= self.rounding < math.inf):
             raise InputError.of("rounding", self.rounding, "a finite number >= 0")
-        if not 0 <= self.tail_delta < 1:
-            raise InputError.of("tail_delta", self.tail_delta, "in [0, 1)")
-        if self.releases != int(self.releases) or self.releases < 1:
+        if not (_is_number(self.tail_delta) and 0 <= self.tail_delta < 1):
+            raise InputError.of("tail_delta", self.tail_delta, "a number in [0, 1)")
+        if not (_is_number(self.releases) and 1 <= self.releases == self.releases // 1):
             raise InputError.of("releases", self.releases, "a whole number >= 1")
 
 
@@ -141,13 +149,13 @@ def guarantee(
 
 def check_delta(delta: float) -> None:
     """δ ∈ (0, 1)."""
-    if not (isinstance(delta, float | int) and 0 < delta < 1):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (_is_number(delta) and 0 < delta < 1):
         raise InputError.of("delta", delta, "a number in (0, 1)")
 
 
 def check_epsilon(epsilon: float) -> None:
     """ε ∈ [0, 709]: beyond it e^ε is not a finite float and the statement says nothing."""
-    if not (isinstance(epsilon, float | int) and 0 <= epsilon <= MAX_EPSILON):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not (_is_number(epsilon) and 0 <= epsilon <= MAX_EPSILON):
         raise InputError.of("epsilon", epsilon, "a number in [0, 709] (e^epsilon must be finite)")
 
 
@@ -180,24 +188,26 @@ def mu(
 ) -> float | None:
     """The smallest μ we can prove, or None for methods that are not accounted in GDP.
 
-    >>> mu(OutputPerturbation(start_clip=1.0, noise_std=4.0))
+    >>> round(mu(OutputPerturbation(start_clip=1.0, noise_std=4.0)), 12)
     0.5
     """
     starts = 2.0 if compared_to == "retrained" else 1.0
     match recipe:
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
-            value = ratio(starts * C0, sigma)
+            value = add_noise_once(starts * C0, sigma, execution.rounding)
         case GradientClipping():
-            value = _gradient_clipping(recipe, starts * recipe.start_clip, execution.rounding)
+            value = clip_gradients(recipe, starts * recipe.start_clip, execution.rounding)
         case Retraining():
             value = 0.0
         case NoisyDescent():
-            value = _noisy_descent(recipe, execution.rounding)
+            value = descend_with_noise(recipe, execution.rounding)
         case RewindToDelete():
-            value = _rewind_to_delete(recipe)
+            value = rewind_and_perturb(recipe, execution.rounding)
         case ModelClipping() | GroupDPSGD():
             return None
-    return value if value == 0 else math.sqrt(execution.releases) * value
+    if value == 0 or execution.releases == 1:
+        return value
+    return math.sqrt(execution.releases) * value * (1 + 4e-16)
 
 
 def log_delta(
@@ -210,7 +220,7 @@ def log_delta(
     """log δ at ε, also where δ itself is below the smallest float.
 
     >>> round(log_delta(OutputPerturbation(start_clip=0.5, noise_std=100.0), 3.0), 3)
-    -45014.853
+    -45015.432
     """
     proved = mu(recipe, compared_to=compared_to, execution=execution)
     return _log_delta(recipe, epsilon, proved, compared_to, execution)
@@ -227,11 +237,12 @@ def _log_delta(
     match recipe:
         case ModelClipping():
             # n releases by basic composition: ε and δ add up.
-            value = math.log(n) + _model_clipping(recipe, epsilon / n, compared_to)
+            starts = 2.0 if compared_to == "retrained" else 1.0
+            value = math.log(n) + clip_models(recipe, epsilon / n, starts, execution.rounding)
         case GroupDPSGD():
             if n > 1:
                 raise InputError.of("releases", n, "1 for DP-SGD, which is released as trained")
-            value = group_log_delta(recipe, epsilon)
+            value = group_log_delta(round_group(recipe, execution.rounding), epsilon)
         case _:
             assert proved is not None
             value = float(gaussian.log_delta(epsilon, proved))
@@ -307,95 +318,3 @@ def _add_tail(log_value: float, epsilon: float, execution: Execution) -> float:
         return log_value
     tail = math.log(execution.tail_delta * execution.releases) + float(np.logaddexp(0.0, epsilon))
     return float(np.logaddexp(log_value, tail))
-
-
-def _gradient_clipping(recipe: GradientClipping, D: float, rounding: float) -> float:
-    """THEORY section 3: the best of all prefixes, and with projections of all restarts."""
-    T, R = recipe.steps, recipe.model_clip
-    if D == 0:
-        return 0.0  # the two runs have the same start and the same steps
-    if isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float):
-        gamma, sigma = recipe.learning_rate, recipe.noise_std
-        s = _nan_to_inf(2 * gamma * recipe.grad_clip) + rounding
-        best = iterate_constant(gamma * recipe.weight_decay, s, sigma, T, D, recipe.start_noise_std)
-        if R is not None:
-            best = min(
-                best,
-                iterate_constant(gamma * recipe.weight_decay, s, sigma, T - 1, 2 * R, sigma),
-            )
-        return best
-    gamma, sigma = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
-    with np.errstate(invalid="ignore"):
-        s = np.nan_to_num(2 * gamma * recipe.grad_clip, nan=math.inf, posinf=math.inf) + rounding
-    decay = gamma * recipe.weight_decay
-    best = iterate(decay, s, sigma, D, recipe.start_noise_std)
-    if R is not None:
-        for t in _restarts(T):
-            rest = slice(t + 1, None)
-            best = min(best, iterate(decay[rest], s[rest], sigma[rest], 2 * R, float(sigma[t])))
-    return best
-
-
-def _restarts(steps: int) -> list[int]:
-    """Steps at which the argument may restart; all of them up to 1,024, then evenly spaced ones.
-
-    Each restart gives a valid bound, so leaving some out is sound.
-    """
-    return sorted({int(t) for t in np.linspace(0, steps - 1, min(steps, 1024))}, reverse=True)
-
-
-def _nan_to_inf(value: float) -> float:
-    return math.inf if math.isnan(value) else value
-
-
-def _expansion(recipe: NoisyDescent | RewindToDelete) -> tuple[float, float]:
-    """(c, ηΔ): one full-batch step's expansion, and its shift when k of n examples go."""
-    eta, m = recipe.learning_rate, recipe.strong_convexity
-    L = recipe.smoothness + m
-    c = max(abs(1 - eta * m), abs(1 - eta * L)) if recipe.convex else 1 + eta * L
-    return c, eta * 2 * recipe.group_size * recipe.gradient_bound / recipe.examples
-
-
-def _noisy_descent(recipe: NoisyDescent, rounding: float) -> float:
-    """Training steps (c, ηΔ), unlearning steps (c, 0), D = 0; training is not post-processing."""
-    c, shift = _expansion(recipe)
-    T, K = recipe.train_steps, recipe.steps
-    s = np.concatenate([np.full(T, shift), np.zeros(K)]) + rounding
-    if c == 0:
-        return ratio(float(s[-1]), recipe.noise_std)
-    return minorant_mu(np.full(T + K, c), s, np.full(T + K, recipe.noise_std), 0.0)
-
-
-def _rewind_to_delete(recipe: RewindToDelete) -> float:
-    """z = c^K ηΔ Σ_{j<T-K} c^j,  μ = z/σ."""
-    c, shift = _expansion(recipe)
-    K, before = recipe.steps, recipe.train_steps - recipe.steps
-    if before == 0:
-        return 0.0
-    if c == 0:
-        return 0.0
-    with np.errstate(over="ignore"):
-        total = float(before) if c == 1 else float(np.expm1(before * np.log(c))) / (c - 1)
-        z = float(np.exp(K * np.log(c))) * shift * total
-    return ratio(z, recipe.noise_std) * (1 + 1e-12)
-
-
-def _model_clipping(recipe: ModelClipping, epsilon: float, compared_to: ComparedTo) -> float:
-    """log δ_T of  ε̃_t = log(1 + (e^ε - 1)/δ_t),  δ_{t+1} = δ_t θ_{ε̃_t}(2 C2/σ_t).
-
-    δ_0 = 1, or θ_ε(D/σ0) after initial noise. Compared to the centre the first step may instead
-    be compared with the centre plus that step's noise: a distance of C2, not 2 C2.
-    """
-    C2 = recipe.model_clip
-    start = 0.0
-    if recipe.start_clip is not None:
-        D = (2.0 if compared_to == "retrained" else 1.0) * recipe.start_clip
-        start = float(gaussian.log_delta(epsilon, ratio(D, recipe.start_noise_std)))
-    sigma = schedule(recipe.noise_std, recipe.steps)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ratios = np.where(2 * C2 * sigma == 0, ratio(2 * C2, 0.0), 2 * C2 / sigma * (1 + 4e-16))
-    value = mix(start, epsilon, ratios)
-    if compared_to == "centre":
-        first = float(gaussian.log_delta(epsilon, ratios[0] / 2))
-        value = min(value, mix(first, epsilon, ratios[1:]))
-    return value

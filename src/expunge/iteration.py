@@ -15,13 +15,17 @@ import numpy.typing as npt
 from expunge import gaussian
 
 Array = npt.NDArray[np.float64]
+SMALLEST = 1e-300  # what a positive number too small for a float is rounded up to
 ENOUGH = -5000.0  # log δ below which more steps are not worth counting: stopping early is sound
 
 
 def ratio(distance: float, sigma: float) -> float:
+    """distance/σ rounded up: 0 only without a distance, inf without noise."""
     if distance == 0:
         return 0.0
-    return math.inf if sigma == 0 or math.isinf(distance) else distance / sigma * (1 + 4e-16)
+    if sigma == 0 or math.isinf(distance):
+        return math.inf
+    return max(distance / sigma * (1 + 4e-16), SMALLEST)
 
 
 def iterate(decay: Array, s: Array, sigma: Array, D: float, sigma_0: float = 0.0) -> float:
@@ -38,24 +42,35 @@ def iterate(decay: Array, s: Array, sigma: Array, D: float, sigma_0: float = 0.0
         μ² = min_τ W_τ² / V_τ:
 
     a straight line is never more than a minorant, and the line to the best τ passes below all
-    earlier points, because one below it would be a better τ. Computed in log space.
+    earlier points, because one below it would be a better τ. The units are renewed whenever P has
+    fallen by e^300, so that nothing overflows.
 
     >>> round(iterate(np.zeros(4), np.zeros(4), np.ones(4), 3.0), 12)  # D / (σ √T)
     1.5
     """
     if D == 0:
         return 0.0
-    with np.errstate(divide="ignore"):
-        log_p = np.concatenate([[0.0], np.cumsum(np.log1p(-decay))])
-        log_w = np.logaddexp.accumulate(np.concatenate([[np.log(D)], np.log(s) - log_p[1:]]))
-        log_v = np.logaddexp.accumulate(
-            np.concatenate([[2 * np.log(sigma_0)], 2 * (np.log(sigma) - log_p[1:])])
-        )
-    usable = np.isfinite(log_v) & np.isfinite(log_w)
-    if not np.any(usable):
-        return math.inf
-    log_mu = float(np.min(log_w[usable] - 0.5 * log_v[usable]))
-    return max(math.exp(min(log_mu, 700.0) + _accumulated_error(len(decay))), 1e-300)
+    best = ratio(D, sigma_0)
+    unit = max(float(np.max(sigma, initial=0.0)), sigma_0)
+    if unit == 0 or math.isinf(D) or len(s) == 0:
+        return best
+    with np.errstate(over="ignore", under="ignore"):
+        shift = np.where(s > 0, np.maximum(s / unit, SMALLEST), 0.0)
+        noise = sigma / unit
+        W, V = max(D / unit, SMALLEST), (sigma_0 / unit) ** 2
+        log_p = -np.cumsum(np.log1p(-decay))
+        start = 0
+        while start < len(s):
+            gone = log_p[start - 1] if start else 0.0
+            stop = max(int(np.searchsorted(log_p, gone + 300.0)), start + 1)
+            P = np.cumprod(1 - decay[start:stop])
+            w = W + np.cumsum(shift[start:stop] / P)
+            v = V + np.cumsum(np.square(noise[start:stop] / P))
+            noisy = v > SMALLEST
+            best = min(best, float(np.min(w[noisy] / np.sqrt(v[noisy]), initial=math.inf)))
+            W, V = max(float(P[-1] * w[-1]), SMALLEST), float(P[-1] * P[-1] * v[-1])
+            start = stop
+    return max(best * (1 + _accumulated_error(len(s))), SMALLEST)
 
 
 def iterate_constant(
@@ -63,50 +78,71 @@ def iterate_constant(
 ) -> float:
     """``iterate`` for constant steps, in closed form whatever their number.
 
-    With p = ρ^τ and S = s/(1-ρ): W = S + p (D - S), V = A + B p², A = σ²/(1-ρ²), B = σ0² - A.
-    W²/V has one critical point, p = A (D - S)/(S B), so the best prefix is next to it or at an end.
+    With x = ρ^-τ, S = s/(1-ρ) and A = σ²/(1-ρ²), W = D - S + S x and V = σ0² - A + A x². Then
+    W²/V has one critical point, x = (1 - σ0²/A)/(1 - D/S), a minimum if σ0²/A < D/S < 1; so the
+    best prefix is next to it or at an end.
 
     >>> round(iterate_constant(0.0, 0.5, 1.0, 100, 2.0), 12)  # best prefix: τ = D/s = 4
     2.0
     """
     if D == 0:
         return 0.0
+    at_start = ratio(D, sigma_0)
+    if sigma == 0 or steps == 0:
+        return at_start
+    # In units of σ; a shift is rounded up, start noise beyond 1e150 is not counted.
+    D, s = max(D / sigma, SMALLEST), max(s / sigma, SMALLEST) if s > 0 else 0.0
+    sigma_0 = min(sigma_0 / sigma, 1e150)
     if math.isinf(D) or math.isinf(s):
-        return ratio(D, sigma_0)
-    if sigma == 0:
-        return ratio(D, sigma_0)
+        return at_start
     log_rho = math.log1p(-decay)
-    best = 0.0
-    if decay == 0:
-        best = D / s - 2 * (sigma_0 / sigma) ** 2 if s > 0 else math.inf
-    else:
-        S = s / decay
-        A = sigma**2 / -math.expm1(2 * log_rho)
-        p = A * (D - S) / (S * (sigma_0**2 - A)) if S > 0 and sigma_0**2 != A else 0.0
-        best = math.log(p) / log_rho if 0 < p <= 1 else math.inf
-    best = min(max(best, 0.0), float(steps))
+    best = float(steps)
+    if s > 0 and decay == 0:
+        best = D / s - 2 * sigma_0**2
+    elif s > 0 and D / s * decay < 1:
+        a, b = D / s * decay, sigma_0**2 * decay * (2 - decay)
+        best = (math.log1p(-b) - math.log1p(-a)) / -log_rho if b < a else 0.0
+    near = math.floor(min(max(best, 0.0), float(steps)))
+    candidates = {min(max(tau, 1), steps) for tau in (near, near + 1, steps)}
     return min(
-        _prefix_constant(log_rho, decay, s, sigma, tau, D, sigma_0)
-        for tau in {0, math.floor(best), min(math.ceil(best), steps), steps}
+        at_start,
+        *(_prefix_constant(log_rho, decay, s, tau, D, sigma_0) for tau in candidates),
     )
 
 
 def _prefix_constant(
-    log_rho: float, decay: float, s: float, sigma: float, tau: int, D: float, sigma_0: float
+    log_rho: float, decay: float, s: float, tau: int, D: float, sigma_0: float
 ) -> float:
-    """W/√V after τ constant steps, in the units of the last step."""
+    """W/√V after τ ≥ 1 constant steps, in the units of the last step and of its noise."""
     p = math.exp(tau * log_rho)
-    lost = -math.expm1(tau * log_rho)
-    total = lost / decay if decay > 0 else float(tau)
-    squares = -math.expm1(2 * tau * log_rho) / -math.expm1(2 * log_rho) if decay > 0 else float(tau)
-    W = max(p * D + s * total, 5e-324)
-    V = (p * sigma_0) ** 2 + sigma**2 * squares
-    return math.inf if V == 0 else W / math.sqrt(V) * (1 + 1e-13)
+    total = -math.expm1(tau * log_rho) / decay if decay > 0 else float(tau)
+    squares = math.expm1(2 * tau * log_rho) / math.expm1(2 * log_rho) if decay > 0 else float(tau)
+    W = max(p * D + s * total, SMALLEST)
+    error = 1e-13 + 1e-15 * min(-tau * log_rho, 750.0)
+    return max(W / math.hypot(p * sigma_0, math.sqrt(squares)) * (1 + error), SMALLEST)
+
+
+def descend_constant(
+    c: float, s: float, late: float, sigma: float, train_steps: int, steps: int
+) -> float:
+    """μ of T constant steps (c, s), then K steps (c, late ≤ s), from equal starts; c < 1.
+
+    With c < 1 the slopes ΔW/ΔV fall from step to step, so the minorant is one straight line:
+    W = s c^K Σ_{j<T} c^j + late Σ_{j<K} c^j,  V = σ² Σ_{j<T+K} c^{2j}.
+
+    >>> round(descend_constant(0.5, 1.0, 0.0, 1.0, 1, 1), 10)  # (1/2) / sqrt(1 + 1/4)
+    0.4472135955
+    """
+    log_c, total = math.log(c), train_steps + steps
+    trained = math.exp(steps * log_c) * -math.expm1(train_steps * log_c) / (1 - c)
+    W = max(s * trained, SMALLEST) + late * -math.expm1(steps * log_c) / (1 - c)
+    squares = math.expm1(2 * total * log_c) / math.expm1(2 * log_c)
+    return max(ratio(W, sigma) / math.sqrt(squares) * (1 + 2e-12), SMALLEST)
 
 
 def _accumulated_error(steps: int) -> float:
     """Relative rounding error of the cumulative sums, so that μ is never below the truth."""
-    return 1e-13 + 4e-16 * steps
+    return 1e-13 + 5e-16 * steps
 
 
 def minorant_mu(rho: Array, s: Array, sigma: Array, D: float) -> float:
@@ -122,28 +158,35 @@ def minorant_mu(rho: Array, s: Array, sigma: Array, D: float) -> float:
     """
     from scipy.optimize import isotonic_regression
 
-    log_w = np.concatenate([np.cumsum(np.log(rho[::-1]))[::-1], [0.0]])
-    log_w -= log_w.max()
-    w = np.exp(log_w)
-    dW, dV = w[1:] * s, np.square(w[1:] * sigma)
-    dW[0] += w[0] * D
-    if dW.sum() == 0:
+    if D == 0 and not np.any(s):
         return 0.0
-    # A step without noise cannot absorb its shift: it is carried to the next one that can.
-    noisy = np.flatnonzero(dV > 0)
-    if len(noisy) == 0 or np.any(dW[noisy[-1] + 1 :] > 0):
+    unit = float(np.max(sigma, initial=0.0))
+    if unit == 0:
         return math.inf
-    total = np.concatenate([[0.0], np.cumsum(dW)[noisy]])
-    dW, dV = np.diff(total), dV[noisy]
-    slopes = isotonic_regression(dW / dV, weights=dV).x
-    return float(np.sqrt(np.sum(np.square(slopes) * dV))) * (1 + _accumulated_error(len(rho)))
+    with np.errstate(over="ignore", under="ignore"):
+        log_w = np.concatenate([np.cumsum(np.log(rho[::-1]))[::-1], [0.0]])
+        w = np.exp(log_w - log_w.max())
+        # Rounded up to a positive number: a shift that underflows is not a shift of 0.
+        dW = np.where(s > 0, np.maximum(w[1:] * (s / unit), SMALLEST), 0.0)
+        dW[0] += max(float(w[0]) * (D / unit), SMALLEST) if D > 0 else 0.0
+        dV = np.square(w[1:] * (sigma / unit))
+        # A step (almost) without noise cannot absorb its shift: the next one that can carries it.
+        noisy = np.flatnonzero(dV > 1e-200)
+        if not np.all(dW < 1e100) or np.any(dW[noisy[-1] + 1 :] > 0):
+            return math.inf
+        dW = np.add.reduceat(dW, np.concatenate([[0], noisy[:-1] + 1]))
+        dV = dV[noisy]
+        slopes = isotonic_regression(dW / dV, weights=dV).x
+        mu = float(np.sqrt(np.sum(np.square(slopes) * dV)))
+    error = _accumulated_error(len(rho)) * max(1.0, min(float(np.ptp(log_w)), 750.0))
+    return max(mu * (1 + error), SMALLEST)
 
 
 def mix(log_start: float, epsilon: float, ratios: Array) -> float:
     """log δ after the steps with ratios 2 C2/σ_t, from log δ_0 (Balle et al. 2019, Theorem 1).
 
     >>> round(math.exp(mix(0.0, 1.0, np.full(6, 2.0))), 14)
-    2.653e-08
+    2.653411e-08
     """
     if epsilon == 0:
         return log_start + float(np.sum(gaussian.log_delta(0.0, ratios)))
