@@ -138,7 +138,7 @@ def _affordable(recipe: Recipe) -> int:
         case GroupDPSGD():
             return 1  # more steps of DP-SGD only spend more
         case ModelClipping() | NoisyDescent():
-            return 2**20
+            return 2**17
         case _:
             return MOST_STEPS
 

@@ -16,7 +16,6 @@ from expunge.errors import ExpungeError, InputError
 app = typer.Typer(
     name="expunge",
     help="Certified machine unlearning: accounts, plans, runs and certificates.",
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
