@@ -14,6 +14,7 @@ import numpy as np
 from expunge import gaussian
 from expunge.errors import InputError
 from expunge.group import group_epsilon, group_log_delta
+from expunge.iteration import ratio
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -26,7 +27,6 @@ from expunge.recipes import (
 )
 from expunge.solving import bracket, tighten
 from expunge.theorems import (
-    add_noise_once,
     clip_gradients,
     clip_models,
     descend_with_noise,
@@ -75,7 +75,8 @@ class Guarantee:
 class Execution:
     """What running a recipe on a real machine adds to the account.
 
-    ``rounding``: what finite precision adds to each step's sensitivity (grid · √d);
+    ``rounding``: what finite precision adds to each step's sensitivity (grid · √d), but where a
+    step ends in a projection, which rounds towards the centre and adds nothing;
     ``tail_delta``: the total-variation distance of the noise that was drawn from the ideal one;
     ``releases``: how many noisy runs of the same old model were released (√n · μ together).
     """
@@ -194,7 +195,7 @@ def mu(
     starts = 2.0 if compared_to == "retrained" else 1.0
     match recipe:
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
-            value = add_noise_once(starts * C0, sigma, execution.rounding)
+            value = ratio(starts * C0, sigma)
         case GradientClipping():
             value = clip_gradients(recipe, starts * recipe.start_clip, execution.rounding)
         case Retraining():
@@ -238,7 +239,7 @@ def _log_delta(
         case ModelClipping():
             # n releases by basic composition: ε and δ add up.
             starts = 2.0 if compared_to == "retrained" else 1.0
-            value = math.log(n) + clip_models(recipe, epsilon / n, starts, execution.rounding)
+            value = math.log(n) + clip_models(recipe, epsilon / n, starts)
         case GroupDPSGD():
             if n > 1:
                 raise InputError.of("releases", n, "1 for DP-SGD, which is released as trained")

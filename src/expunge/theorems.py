@@ -2,7 +2,8 @@
 
 ``starts`` is the distance of the two starts in units of the start's radius: 2 against the
 retrained model, 1 against the centre. ``rounding`` is what finite precision adds to the distance
-of two different points in each step. Every number is rounded to the safe side.
+of two points in each step that does not end in a projection; a projection rounds towards the
+centre and adds nothing (``expunge.precision``). Every number is rounded to the safe side.
 """
 
 from __future__ import annotations
@@ -38,20 +39,6 @@ MAX_MINORANT = 10**7
 HUGE = 1e150
 
 
-def add_noise_once(D: float, sigma: float, rounding: float) -> float:
-    """Output perturbation: μ = D/σ (Balle & Wang 2018).
-
-    >>> round(add_noise_once(2.0, 4.0, 0.0), 12)
-    0.5
-    """
-    return ratio(_distance(D, rounding), sigma)
-
-
-def _distance(distance: float, rounding: float) -> float:
-    """Two starts that are the same stay the same; others may be rounded apart."""
-    return distance + rounding if distance > 0 else 0.0
-
-
 def round_group(recipe: GroupDPSGD, rounding: float) -> GroupDPSGD:
     """Every sampled example moves the sum by at most clip + rounding."""
     if rounding == 0:
@@ -68,7 +55,6 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
     T, R, C1 = recipe.steps, recipe.model_clip, recipe.grad_clip
     if D == 0:
         return 0.0  # the two runs have the same start and the same steps
-    D, restart = _distance(D, rounding), math.inf if R is None else _distance(2 * R, rounding)
     if isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float):
         gamma, sigma = recipe.learning_rate, recipe.noise_std
         s = math.nextafter(2 * gamma * C1, math.inf) if gamma > 0 and C1 > 0 else 0.0
@@ -77,7 +63,7 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
         best = iterate_constant(decay, s, sigma, T, D, recipe.start_noise_std)
         if R is None:
             return best
-        return min(best, iterate_constant(decay, s, sigma, T - 1, restart, sigma))
+        return min(best, iterate_constant(decay, s, sigma, T - 1, 2 * R, sigma))
     gamma, sigma = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         s = np.where((gamma > 0) & (C1 > 0), np.nextafter(2 * gamma * C1, math.inf), 0.0) + rounding
@@ -86,7 +72,7 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
     if R is not None:
         for t in _restarts(T):
             rest = slice(t + 1, None)
-            best = min(best, iterate(decay[rest], s[rest], sigma[rest], restart, float(sigma[t])))
+            best = min(best, iterate(decay[rest], s[rest], sigma[rest], 2 * R, float(sigma[t])))
     return best
 
 
@@ -132,7 +118,7 @@ def descend_with_noise(recipe: NoisyDescent, rounding: float) -> float:
 
 
 def rewind_and_perturb(recipe: RewindToDelete, rounding: float) -> float:
-    """z = c^K ηΔ Σ_{j<T-K} c^j,  μ = z/σ."""
+    """z = c^K ηΔ Σ_{j<T-K} c^j,  μ = z/σ; each of the T steps may be rounded apart on top."""
     c, shift = _expansion(recipe)
     K, before = recipe.steps, recipe.train_steps - recipe.steps
     if before == 0 or shift == 0:
@@ -140,12 +126,17 @@ def rewind_and_perturb(recipe: RewindToDelete, rounding: float) -> float:
     if c > HUGE:
         return math.inf
     with np.errstate(over="ignore", under="ignore"):
-        total = float(before) if c == 1 else float(np.expm1(before * np.log(c))) / (c - 1)
-        z = max(float(np.exp(K * np.log(c))), SMALLEST) * total * shift
-    return ratio(_distance(max(z, SMALLEST), rounding), recipe.noise_std) * (1 + 1e-12)
+        again = max(float(np.exp(K * np.log(c))), SMALLEST)
+        z = again * _geometric(c, before) * (shift + rounding) + rounding * _geometric(c, K)
+    return ratio(max(z, SMALLEST), recipe.noise_std) * (1 + 1e-12)
 
 
-def clip_models(recipe: ModelClipping, epsilon: float, starts: float, rounding: float) -> float:
+def _geometric(c: float, count: int) -> float:
+    """Σ_{j<count} c^j."""
+    return float(count) if c == 1 else float(np.expm1(count * np.log(c))) / (c - 1)
+
+
+def clip_models(recipe: ModelClipping, epsilon: float, starts: float) -> float:
     """log δ_T of  ε̃_t = log(1 + (e^ε - 1)/δ_t),  δ_{t+1} = δ_t θ_{ε̃_t}(2 C2/σ_t).
 
     δ_0 = 1, or θ_ε(D/σ0) after initial noise. Compared to the centre the first step may instead
@@ -155,14 +146,14 @@ def clip_models(recipe: ModelClipping, epsilon: float, starts: float, rounding: 
     C2 = recipe.model_clip
     start = 0.0
     if recipe.start_clip is not None:
-        D = _distance(starts * recipe.start_clip, rounding)
+        D = starts * recipe.start_clip
         start = float(gaussian.log_delta(epsilon, ratio(D, recipe.start_noise_std)))
     counted = recipe.steps if isinstance(recipe.noise_std, tuple) else min(recipe.steps, 2**20)
     sigma = schedule(recipe.noise_std, counted)
-    ratios = _ratios(_distance(2 * C2, rounding), sigma)
+    ratios = _ratios(2 * C2, sigma)
     value = mix(start, epsilon, ratios)
     if starts == 1:
-        first = ratio(_distance(C2, rounding), float(sigma[0]))
+        first = ratio(C2, float(sigma[0]))
         value = min(value, mix(float(gaussian.log_delta(epsilon, first)), epsilon, ratios[1:]))
     return value
 
