@@ -1,0 +1,47 @@
+"""Interleaved timing: absolute times mean nothing here, ratios of medians do."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def measure(cases: dict[str, Callable[[], object]], *, repeats: int = 7) -> dict[str, list[float]]:
+    """Seconds of each case, all cases once per round so that drift hits them alike."""
+    for case in cases.values():
+        case()
+    times: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, case in cases.items():
+            start = time.perf_counter()
+            case()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def compare(
+    name: str,
+    times: dict[str, list[float]],
+    case: str,
+    base: str,
+    *,
+    target: float | None = None,
+    at_least: bool = False,
+    scale: float = 1.0,
+) -> dict[str, Any]:
+    """median(case)/median(base) · scale, with the spread of the per-round ratios."""
+    rounds = [scale * a / b for a, b in zip(times[case], times[base], strict=True)]
+    ratio = scale * statistics.median(times[case]) / statistics.median(times[base])
+    met = None if target is None else (ratio >= target if at_least else ratio <= target)
+    return {
+        "name": name,
+        "ratio": ratio,
+        "spread": [min(rounds), max(rounds)],
+        "of": case,
+        "against": base,
+        "target": target,
+        "direction": "at least" if at_least else "at most",
+        "met": met,
+    }
