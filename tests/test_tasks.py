@@ -1,0 +1,399 @@
+"""Tasks from small files in the official formats, forget sets, and the real files when named."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expunge.errors import ExpungeError, InputError
+from expunge.tasks import (
+    Samples,
+    cifar,
+    digits,
+    mnist,
+    normalise,
+    number_ids,
+    read_ids,
+    split_forget,
+    split_validation,
+)
+
+real_data = pytest.mark.skipif(
+    "EXPUNGE_DATA" not in os.environ,
+    reason="EXPUNGE_DATA is not set: it must name the folder with the official data files",
+)
+
+
+def make_samples(count: int = 20, classes: int = 4) -> Samples:
+    return Samples(
+        torch.arange(count * 4, dtype=torch.uint8).view(count, 1, 2, 2),
+        torch.arange(count) % classes,
+        number_ids("toy/train/", np.arange(count)),
+    )
+
+
+def write_mnist(folder: Path, *, packed: bool, train: int = 30, test: int = 10) -> None:
+    rng = np.random.default_rng(0)
+    folder.mkdir(parents=True)
+    for part, count in (("train", train), ("t10k", test)):
+        for kind, array in (
+            ("images-idx3", rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)),
+            ("labels-idx1", (np.arange(count) % 10).astype(np.uint8)),
+        ):
+            head = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+            data = head + array.tobytes()
+            name = folder / f"{part}-{kind}-ubyte{'.gz' if packed else ''}"
+            name.write_bytes(gzip.compress(data) if packed else data)
+
+
+def write_cifar(folder: Path, name: str, *, binary: bool, per_file: int = 6) -> None:
+    rng = np.random.default_rng(1)
+    label_bytes, classes = (1, 10) if name == "cifar10" else (2, 100)
+    if name == "cifar10":
+        files = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+        place = "cifar-10-batches-bin" if binary else "cifar-10-batches-py"
+    else:
+        files = ["train", "test"]
+        place = "cifar-100-binary" if binary else "cifar-100-python"
+    (folder / place).mkdir(parents=True)
+    for file in files:
+        images = rng.integers(0, 256, (per_file, 3072), dtype=np.uint8)
+        labels = rng.integers(0, classes, (per_file, label_bytes), dtype=np.uint8)
+        if binary:
+            rows = np.concatenate([labels, images], axis=1)
+            (folder / place / f"{file}.bin").write_bytes(rows.tobytes())
+        else:
+            batch = {b"data": images, b"batch_label": b"training"}
+            batch |= (
+                {b"labels": labels[:, 0].tolist()}
+                if label_bytes == 1
+                else {
+                    b"coarse_labels": labels[:, 0].tolist(),
+                    b"fine_labels": labels[:, 1].tolist(),
+                }
+            )
+            (folder / place / file).write_bytes(pickle.dumps(batch, 2))
+
+
+def all_ids(*parts: Samples) -> list[str]:
+    return [name for part in parts for name in part.ids.tolist()]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_mnist_is_read_split_and_named(tmp_path: Path, packed: bool, name: str) -> None:
+    write_mnist(tmp_path / name, packed=packed)
+    task = mnist.load(tmp_path, name=name, validation=5, verify=False)
+    assert task.train.inputs.shape == (25, 1, 28, 28)
+    assert task.train.inputs.dtype == torch.uint8
+    assert task.train.targets.dtype == torch.int64
+    assert sorted(all_ids(task.train, task.validation)) == [
+        f"{name}/train/{i:05d}" for i in range(30)
+    ]
+    assert task.test.ids.tolist() == [f"{name}/test/{i:05d}" for i in range(10)]
+    numbers = [int(name[-5:]) for name in task.train.ids]
+    assert numbers == sorted(numbers)
+    assert task.train.targets.tolist() == [i % 10 for i in numbers]
+    assert len(task.classes) == 10
+
+
+def test_validation_is_fixed_and_can_be_left_out(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "mnist", packed=True)
+    first, second = (mnist.load(tmp_path, validation=4, verify=False) for _ in range(2))
+    assert first.validation.ids.tolist() == second.validation.ids.tolist()
+    assert torch.equal(first.validation.inputs, second.validation.inputs)
+    whole = mnist.load(tmp_path, validation=0, verify=False)
+    assert (len(whole.train), len(whole.validation)) == (30, 0)
+    with pytest.raises(InputError, match="validation is 30; it must be from 0 to 29"):
+        mnist.load(tmp_path, validation=30, verify=False)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_is_the_same_from_binary_and_from_pickles(tmp_path: Path, name: str) -> None:
+    tasks = []
+    for binary in (True, False):
+        root = tmp_path / str(binary)
+        write_cifar(root, name, binary=binary)
+        tasks.append(cifar.load(name, root, validation=2, verify=False))
+    first, second = tasks
+    for part in ("train", "validation", "test"):
+        a, b = getattr(first, part), getattr(second, part)
+        assert torch.equal(a.inputs, b.inputs)
+        assert torch.equal(a.targets, b.targets)
+        assert a.ids.tolist() == b.ids.tolist()
+    total = 30 if name == "cifar10" else 6
+    assert sorted(all_ids(first.train, first.validation)) == [
+        f"{name}/train/{i:05d}" for i in range(total)
+    ]
+    assert first.train.inputs.shape[1:] == (3, 32, 32)
+    assert len(first.classes) == len(set(first.classes)) == (10 if name == "cifar10" else 100)
+    assert first.classes == tuple(sorted(first.classes))
+
+
+def test_files_that_are_not_the_official_ones_are_refused_unless_told(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "mnist", packed=True)
+    write_cifar(tmp_path, "cifar10", binary=True)
+    write_cifar(tmp_path, "cifar100", binary=False)
+    for load in (
+        lambda: mnist.load(tmp_path),
+        lambda: cifar.load("cifar10", tmp_path),
+        lambda: cifar.load("cifar100", tmp_path),
+    ):
+        with pytest.raises(InputError, match=r"is not the official file: its .* the official one"):
+            load()
+
+
+def test_missing_and_wrong_files_are_one_sentence_each(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no train-images-idx3-ubyte, gzipped or not; root must"):
+        mnist.load(tmp_path)
+    with pytest.raises(InputError, match="cifar-10-batches-bin or cifar-10-batches-py; root must"):
+        cifar.load("cifar10", tmp_path)
+    with pytest.raises(InputError, match="name is 'svhn'; it must be one of mnist, fashion-mnist"):
+        mnist.load(tmp_path, name="svhn")
+    write_mnist(tmp_path / "mnist", packed=False)
+    labels = tmp_path / "mnist" / "t10k-labels-idx1-ubyte"
+    good = labels.read_bytes()
+    labels.write_bytes(good[:-1] + b"\x0a")
+    with pytest.raises(InputError, match="has the label 10; labels of 10 classes are 0 to 9"):
+        mnist.load(tmp_path, validation=0, verify=False)
+    labels.write_bytes(good[:4] + struct.pack(">I", 9) + good[8:-1])
+    with pytest.raises(InputError, match=r"holds an array \(9,\); it must be \(10,\)"):
+        mnist.load(tmp_path, validation=0, verify=False)
+    images = tmp_path / "mnist" / "t10k-images-idx3-ubyte"
+    images.write_bytes(good)
+    with pytest.raises(InputError, match=r"it must be \(n, 28, 28\)"):
+        mnist.load(tmp_path, validation=0, verify=False)
+
+
+def test_cifar100_given_as_cifar10_is_refused(tmp_path: Path) -> None:
+    write_cifar(tmp_path, "cifar100", binary=True, per_file=6)
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
+        (folder / f"{name}.bin").write_bytes((tmp_path / "cifar-100-binary/train.bin").read_bytes())
+    with pytest.raises(InputError, match="whole number of records of 3073 bytes"):
+        cifar.load("cifar10", tmp_path, validation=0, verify=False)
+
+
+def test_digits_are_embedded_and_split_for_good() -> None:
+    task = digits.load()
+    names = all_ids(task.train, task.validation, task.test)
+    assert sorted(names) == [f"digits/{i:05d}" for i in range(1797)]
+    assert task.train.inputs.max() == 16
+    scaled = task.normalise(task.train.inputs)
+    assert scaled.min().item() == pytest.approx(-1, abs=1e-6)
+    assert scaled.max().item() == pytest.approx(1, abs=1e-6)
+    fixed = hashlib.sha256("\n".join(names).encode()).hexdigest()
+    assert fixed == "01ea1265a1e7359a156f6d0539ec32f0b51e8aa72ae2c10ee352e2b7f3c4a258"
+
+
+def test_a_seeded_forget_set_is_the_same_for_ever() -> None:
+    _, forget = split_forget(make_samples(20), 0.25, seed=7)
+    assert forget.ids.tolist() == [
+        "toy/train/00003",
+        "toy/train/00004",
+        "toy/train/00006",
+        "toy/train/00011",
+        "toy/train/00012",
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(2, 200),
+    fraction=st.floats(0.01, 0.99),
+    more=st.floats(0.0, 0.5),
+    seed=st.integers(0, 2**64),
+)
+def test_a_fraction_splits_without_loss_and_grows_with_it(count, fraction, more, seed) -> None:
+    samples = make_samples(count)
+    if not 0 < round(fraction * count) < count:
+        with pytest.raises(InputError, match="the forget set"):
+            split_forget(samples, fraction, seed)
+        return
+    retain, forget = split_forget(samples, fraction, seed)
+    assert len(forget) == round(fraction * count)
+    assert sorted(all_ids(retain, forget)) == samples.ids.tolist()
+    for part in (retain, forget):
+        assert torch.equal(part.targets, torch.tensor([int(n[-5:]) % 4 for n in part.ids]))
+    larger = min(fraction + more, 0.99)
+    if round(larger * count) < count:
+        assert set(forget.ids) <= set(split_forget(samples, larger, seed)[1].ids)
+
+
+def test_ten_percent_is_the_default_and_seeds_differ() -> None:
+    samples = make_samples(200)
+    first, second = (set(split_forget(samples, seed=seed)[1].ids) for seed in (0, 1))
+    assert len(first) == len(second) == 20
+    assert first != second
+    assert first == set(split_forget(samples, 0.1)[1].ids)
+
+
+def test_every_sample_is_forgotten_equally_often() -> None:
+    samples, runs = make_samples(40), 400
+    counts = np.zeros(40)
+    for seed in range(runs):
+        for name in split_forget(samples, 0.25, seed)[1].ids:
+            counts[int(name[-5:])] += 1
+    expected, std = runs * 0.25, np.sqrt(runs * 0.25 * 0.75)
+    assert np.abs(counts - expected).max() < 4.5 * std
+    assert counts.std() > 0.5 * std
+
+
+def test_forgetting_by_identifier_file_and_by_class(tmp_path: Path) -> None:
+    samples = make_samples(12)
+    wanted = ["toy/train/00007", "toy/train/00002"]
+    (tmp_path / "ids.txt").write_text("\ufeff" + "\r\n".join(["", *wanted, " "]))
+    (tmp_path / "ids.csv").write_text("user,sample\n1,toy/train/00007\n2,toy/train/00002\n")
+    for ids in (
+        wanted,
+        np.array(wanted),
+        read_ids(tmp_path / "ids.txt"),
+        read_ids(tmp_path / "ids.csv", "sample"),
+    ):
+        retain, forget = split_forget(samples, ids=ids)
+        assert forget.ids.tolist() == sorted(wanted)
+        assert forget.inputs[:, 0, 0, 0].tolist() == [8, 28]
+        assert len(retain) == 10
+    retain, forget = split_forget(samples, classes=[1, 3])
+    assert set(forget.targets.tolist()) == {1, 3}
+    assert set(retain.targets.tolist()) == {0, 2}
+    assert mnist.split_forget is cifar.split_forget is digits.split_forget is split_forget
+
+
+@pytest.mark.parametrize(
+    ("choice", "sentence"),
+    [
+        ({"fraction": 0.0}, "fraction is 0.0; it must be a number between 0 and 1"),
+        ({"fraction": 1.0}, "fraction is 1.0"),
+        ({"fraction": -0.1}, "fraction is -0.1"),
+        ({"fraction": float("nan")}, "fraction is nan"),
+        ({"fraction": 0.01}, "the forget set is empty; it must hold 1 to 11 samples"),
+        ({"fraction": 0.99}, "holds all 12 samples; at least one must be retained"),
+        ({"seed": -1}, "seed is -1; it must be an integer >= 0"),
+        ({"seed": 0.5}, "seed is 0.5"),
+        ({"ids": []}, "the forget set is empty"),
+        ({"ids": make_samples(12).ids.tolist()}, "holds all 12 samples"),
+        ({"ids": ["toy/train/00001"] * 2}, "'toy/train/00001' more than once"),
+        ({"ids": ["toy/train/00001", "x", "y"]}, "2 unknown samples, the first is 'x'"),
+        ({"ids": ["toy/train/00001\0"]}, "a text without NUL"),
+        ({"ids": [3]}, "an identifier in ids is 3"),
+        ({"ids": "toy/train/00001"}, "must be a list of identifiers"),
+        ({"classes": []}, "the forget set is empty"),
+        ({"classes": [0, 1, 2, 3]}, "holds all 12 samples"),
+        ({"classes": [4]}, "classes names 4; it must be among the classes present, from 0 to 3"),
+        ({"classes": [1, 1]}, "each class once"),
+        ({"ids": ["toy/train/00001"], "fraction": 0.1}, "more than one of fraction, ids and cl"),
+    ],
+)
+def test_bad_forget_sets_are_one_sentence(choice, sentence: str) -> None:
+    with pytest.raises(InputError, match=sentence) as caught:
+        split_forget(make_samples(12), **choice)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, ExpungeError)
+    assert caught.value.exit_code == 2
+
+
+def test_samples_that_share_an_identifier_are_refused() -> None:
+    samples = make_samples(4)
+    twice = Samples(samples.inputs, samples.targets, samples.ids[[0, 1, 1, 3]])
+    with pytest.raises(InputError, match="two samples share the identifier 'toy/train/00001'"):
+        split_forget(twice, ids=["toy/train/00001"])
+
+
+def test_bad_files_of_identifiers(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "ids.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "ids.parquet").write_bytes(b"")
+    for name, column, sentence in (
+        ("absent.txt", None, "cannot be read: No such file"),
+        ("empty.txt", None, "names no identifier"),
+        ("bytes.txt", None, "cannot be read"),
+        ("ids.csv", None, r"is None; it must be one of \['a', 'b'\]"),
+        ("ids.csv", "c", r"is 'c'; it must be one of \['a', 'b'\]"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            read_ids(tmp_path / name, column)
+
+
+def test_normalise_is_the_equation_and_leaves_its_input_alone() -> None:
+    pixels = torch.randint(0, 256, (5, 3, 4, 4), dtype=torch.uint8, generator=torch.Generator())
+    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    shape = (3, 1, 1)
+    wanted = (pixels.double() / 255 - torch.tensor(mean).double().view(shape)) / torch.tensor(
+        std
+    ).double().view(shape)
+    before = pixels.clone()
+    torch.testing.assert_close(normalise(pixels, mean, std).double(), wanted, atol=1e-6, rtol=0)
+    assert torch.equal(pixels, before)
+    features = torch.randn(5, 7, generator=torch.Generator())
+    kept = features.clone()
+    assert torch.equal(normalise(features, (0.0,), (1.0,)), features)
+    normalise(features, (0.0,), (2.0,))
+    assert torch.equal(features, kept)
+    for bad in (((0.5,) * 2, (0.5,) * 2), ((0.5,), (0.5,) * 3), ((0.5,), (0.0,))):
+        with pytest.raises(InputError):
+            normalise(pixels, *bad)
+
+
+def test_samples_are_a_data_set_and_must_fit_together() -> None:
+    samples = make_samples(5)
+    pixels, target = samples[3]
+    assert pixels.flatten().tolist() == [12, 13, 14, 15]
+    assert target.item() == 3
+    inputs, targets = next(iter(torch.utils.data.DataLoader(samples, batch_size=5)))
+    assert torch.equal(inputs, samples.inputs)
+    assert torch.equal(targets, samples.targets)
+    assert samples.normalised((0.5,), (0.5,)).inputs.dtype == torch.float32
+    with pytest.raises(InputError, match=r"\(5, 4, 5\); it must be three equal numbers"):
+        Samples(samples.inputs, samples.targets[:4], samples.ids)
+    with pytest.raises(InputError, match="one int64 class per sample"):
+        Samples(samples.inputs, samples.targets.float(), samples.ids)
+    with pytest.raises(InputError, match="below 100000"):
+        number_ids("a/", np.array([100_000]))
+
+
+def test_validation_never_meets_train() -> None:
+    samples = make_samples(50)
+    train, held = split_validation(samples, 7)
+    assert len(held) == 7
+    assert not set(train.ids) & set(held.ids)
+    assert sorted(all_ids(train, held)) == samples.ids.tolist()
+
+
+@real_data
+@pytest.mark.parametrize(
+    ("load", "sizes", "per_class"),
+    [
+        (mnist.load, (55_000, 5_000, 10_000), None),
+        (lambda: cifar.load("cifar10"), (45_000, 5_000, 10_000), 1000),
+        (lambda: cifar.load("cifar100"), (45_000, 5_000, 10_000), 100),
+    ],
+    ids=["mnist", "cifar10", "cifar100"],
+)
+def test_the_official_files_have_the_published_contents(load, sizes, per_class) -> None:
+    task = load()
+    parts = (task.train, task.validation, task.test)
+    assert tuple(map(len, parts)) == sizes
+    assert len(set(all_ids(*parts))) == sum(sizes)
+    if per_class:
+        assert set(task.test.targets.bincount().tolist()) == {per_class}
+    pixels = torch.cat([task.train.inputs, task.validation.inputs]).double() / 255
+    channels = pixels.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(
+        channels.mean(1), torch.tensor(task.mean).double(), atol=2e-4, rtol=0
+    )
+    torch.testing.assert_close(channels.std(1), torch.tensor(task.std).double(), atol=2e-3, rtol=0)
+    retain, forget = split_forget(task.train)
+    assert (len(retain), len(forget)) == (sizes[0] * 9 // 10, sizes[0] // 10)
