@@ -58,7 +58,7 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
     if isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float):
         gamma, sigma = recipe.learning_rate, recipe.noise_std
         s = math.nextafter(2 * gamma * C1, math.inf) if gamma > 0 and C1 > 0 else 0.0
-        s += rounding
+        s = math.inf if math.isinf(C1) else s + rounding
         decay = math.nextafter(gamma * recipe.weight_decay, 0.0)
         best = iterate_constant(decay, s, sigma, T, D, recipe.start_noise_std)
         if R is None:
@@ -66,7 +66,8 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
         return min(best, iterate_constant(decay, s, sigma, T - 1, 2 * R, sigma))
     gamma, sigma = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-        s = np.where((gamma > 0) & (C1 > 0), np.nextafter(2 * gamma * C1, math.inf), 0.0) + rounding
+        s = np.where((gamma > 0) & (C1 > 0), np.nextafter(2 * gamma * C1, math.inf), 0.0)
+        s = np.full(T, math.inf) if math.isinf(C1) else s + rounding
         decay = np.nextafter(gamma * recipe.weight_decay, 0.0)
     best = iterate(decay, s, sigma, D, recipe.start_noise_std)
     if R is not None:
