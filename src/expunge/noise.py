@@ -263,7 +263,8 @@ def _scale_pairs(work: _Workspace, words: Words, std: float) -> tuple[Any, Any]:
     np.abs(np.add(a, 0.5, out=a), out=a)
     ends = np.minimum.reduce(a), np.maximum.reduce(a)
     np.log(np.multiply(a, work.scale, out=a), out=a)
-    np.sqrt(np.multiply(a, -2 * std * std, out=a), out=a)
+    wide = a.dtype.type(std)  # squared in the float of the workspace, not in float64
+    np.sqrt(np.multiply(a, -2 * wide * wide, out=a), out=a)
     t[:] = words[:, 1]
     np.tan(np.multiply(t, work.half_turn, out=t), out=t)
     np.add(np.multiply(t, t, out=c), 1.0, out=c)
@@ -366,7 +367,7 @@ def _counter(domain: int, step: int, block: int) -> bytes:
 
 def _check(out: object, std: object) -> int:
     if not isinstance(out, np.ndarray):
-        raise InputError.of("out", out, "a numpy array")
+        raise InputError.of("out", type(out).__name__, "a numpy array")
     if out.dtype != np.float64 or out.ndim != 1 or not out.flags.carray:
         raise InputError(
             f"out is {out.dtype} of shape {out.shape}; it must be a writable, contiguous, "
