@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import decimal
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy.typing as npt
 from mpmath import MPContext
 
 from expunge.accounting import ComparedTo, Execution
+from expunge.checking import MAX_MIXING_STEPS
 from expunge.errors import InputError
 from expunge.recipes import (
     GradientClipping,
@@ -34,8 +36,6 @@ from expunge.recipes import (
 )
 
 Array = npt.NDArray[np.float64]
-MAX_MIXING_STEPS = 1_000_000
-_RESTARTS = 1024
 _DECIMAL = decimal.Context(
     prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation]
 )
@@ -73,25 +73,30 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
     return mp.sqrt(square * execution.releases)
 
 
-def recompute_delta(
-    recipe: Recipe, epsilon: Number, compared_to: ComparedTo, execution: Execution
-) -> Number:
-    """δ at ε in 50 digits, with the tail of the sampler: δ + n (1 + e^ε) tail.
+def recompute(
+    recipe: Recipe, compared_to: ComparedTo, execution: Execution
+) -> tuple[Number | None, Callable[[Number], Number]]:
+    """μ, and δ as a function of ε in 50 digits, with the sampler's tail: δ + n (1 + e^ε) tail.
 
     >>> from expunge.accounting import IDEAL
     >>> recipe = OutputPerturbation(start_clip=0.5, noise_std=2**-0.5)
-    >>> round(float(recompute_delta(recipe, 1.0, "retrained", IDEAL)), 9)
-    0.286208212
+    >>> mu, delta_at = recompute(recipe, "retrained", IDEAL)
+    >>> round(float(mu), 9), round(float(delta_at(1.0)), 9)
+    (1.414213562, 0.286208212)
     """
-    mp = make_context()
-    epsilon, n = mp.mpf(epsilon), execution.releases
-    if isinstance(recipe, ModelClipping):
-        value = n * _model_clipping(mp, recipe, epsilon / n, compared_to)
-    else:
-        mu = recompute_mu(recipe, compared_to, execution)
-        value = theta(mp, epsilon, mp.mpf(mu))
+    mp, n = make_context(), execution.releases
+    mu = recompute_mu(recipe, compared_to, execution)
     tail = n * mp.mpf(execution.tail_delta)
-    return min(value + (1 + mp.exp(epsilon)) * tail, mp.mpf(1))
+
+    def delta_at(epsilon: Number) -> Number:
+        epsilon = mp.mpf(epsilon)
+        if isinstance(recipe, ModelClipping):
+            value = n * _model_clipping(mp, recipe, epsilon / n, compared_to)
+        else:
+            value = theta(mp, epsilon, mp.mpf(mu))
+        return min(value + (1 + mp.exp(epsilon)) * tail, mp.mpf(1))
+
+    return mu, delta_at
 
 
 def theta(mp: MPContext, epsilon: Number, r: Number) -> Number:
@@ -209,13 +214,23 @@ def _best_constant(
     return min(value(tau) for tau in {0, low, high, T})
 
 
+def list_restarts(steps: int) -> npt.NDArray[np.int64]:
+    """Where the argument may restart: part of the format, so that two computations can agree.
+
+    >>> list_restarts(5).tolist()
+    [0, 1, 2, 3, 4]
+    """
+    count = min(steps, 1024, max(8, 10_000_000 // steps))
+    return np.unique(np.linspace(0, steps - 1, count).astype(np.int64))
+
+
 def _find_restart(rho: Array, s: Array, variances: Array, *, R: float) -> tuple[int, int]:
-    """The (restart, end) with the least W²/V, searched in floats over up to 1,024 restarts.
+    """The (restart, end) with the least W²/V, searched in floats over the allowed restarts.
 
     Every pair gives a valid bound, so an error of the search can only make the result larger.
     """
     T = len(rho)
-    restarts = np.unique(np.linspace(0, T - 1, min(T, _RESTARTS)).astype(np.int64))
+    restarts = list_restarts(T)
     W, V = np.full(len(restarts), 2 * R), np.zeros(len(restarts))
     best, found, active = math.inf, (T - 1, T - 1), 0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):

@@ -1,0 +1,81 @@
+"""Ed25519 signatures over a certificate's bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_pem_public_key,
+)
+
+from expunge.errors import InputError
+from expunge.files import read_limited
+
+MAX_KEY_BYTES = 100_000
+
+
+def generate_key_pair() -> tuple[bytes, bytes]:
+    """A fresh Ed25519 key pair as PEM: (private, public).
+
+    >>> private, public = generate_key_pair()
+    >>> signature = sign_bytes(b"message", private)
+    >>> holds(signature["value"], signature["public_key"], b"message")
+    True
+    >>> read_public_key(public) == signature["public_key"]
+    True
+    """
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    return private, public
+
+
+def sign_bytes(
+    message: bytes, private_key: bytes | str | Path, password: bytes | None = None
+) -> dict[str, str]:
+    """The certificate's ``signature`` field for this message."""
+    pem = _read_pem(private_key, "private key")
+    try:
+        key = load_pem_private_key(pem, password)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        raise InputError(f"private key cannot be used: {error}") from None
+    if not isinstance(key, Ed25519PrivateKey):
+        raise InputError.of("private key", type(key).__name__, "an Ed25519 key in PEM format")
+    return {
+        "algorithm": "Ed25519",
+        "public_key": key.public_key().public_bytes_raw().hex(),
+        "value": key.sign(message).hex(),
+    }
+
+
+def read_public_key(public_key: bytes | str | Path) -> str:
+    """The raw Ed25519 key in hexadecimal, from PEM bytes or the path of a PEM file."""
+    pem = _read_pem(public_key, "public key")
+    try:
+        key = load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise InputError(f"public key cannot be used: {error}") from None
+    if not isinstance(key, Ed25519PublicKey):
+        raise InputError.of("public key", type(key).__name__, "an Ed25519 key in PEM format")
+    return key.public_bytes_raw().hex()
+
+
+def holds(value: str, public_key: str, message: bytes) -> bool:
+    """Whether ``value`` is this key's signature of the message."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
+        key.verify(bytes.fromhex(value), message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+def _read_pem(key: bytes | str | Path, what: str) -> bytes:
+    return key if isinstance(key, bytes) else read_limited(key, MAX_KEY_BYTES, what)
