@@ -314,8 +314,9 @@ def _exp_up(log_value: float) -> float:
 
 
 def _add_tail(log_value: float, epsilon: float, execution: Execution) -> float:
-    """δ + (1 + e^ε) · tail: both laws are within ``tail`` of the ideal ones in total variation."""
+    """δ + (1 + e^ε) · tail: both laws are within ``tail`` of the ideal ones; rounded up."""
     if execution.tail_delta == 0:
         return log_value
     tail = math.log(execution.tail_delta * execution.releases) + float(np.logaddexp(0.0, epsilon))
-    return float(np.logaddexp(log_value, tail))
+    total = float(np.logaddexp(log_value, tail))
+    return total + 2e-15 * (1 + abs(total))
