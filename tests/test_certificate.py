@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from expunge.recipes import (
     OutputPerturbation,
 )
 from expunge.record import RunRecord, Trace
-from expunge.schema import SCHEMA_PATH, build_schema
+from expunge.schema import SCHEMA_PATH, CertificateWire, FinitePrecisionWire, build_schema
 from expunge.signing import generate_key_pair
 from expunge.verification import verify
 from handmade import (
@@ -332,3 +333,9 @@ def test_noise_on_an_unclipped_start_still_certifies(tmp_path) -> None:
 def test_a_real_record_file_is_all_a_later_certificate_needs(tmp_path) -> None:
     _, certificate = make_run(tmp_path)
     assert certify(RunRecord.load(tmp_path / "record.json"), delta=1e-5) == certificate
+
+
+def test_every_field_is_documented() -> None:
+    text = (Path(__file__).parents[1] / "docs" / "certificate_format.md").read_text("utf-8")
+    for name in (*CertificateWire.model_fields, *FinitePrecisionWire.model_fields):
+        assert f"`{name}`" in text, name
