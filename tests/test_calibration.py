@@ -18,6 +18,7 @@ from expunge import (
     calibrate,
     guarantee,
 )
+from expunge.precision import choose_precision
 from expunge.solving import bracket, tighten
 
 
@@ -99,6 +100,18 @@ def test_real_execution_costs_noise() -> None:
     found = calibrate(lambda s: gradient(s), epsilon=1.0, delta=1e-5, execution=real)
     assert guarantee(found, delta=1e-5, execution=real).epsilon <= 1.0
     assert found.noise_std > 2 * ideal.noise_std
+
+
+def test_a_real_run_of_that_many_parameters_meets_the_target() -> None:
+    def make(s: float) -> GradientClipping:
+        return gradient(s, steps=20, grad_clip=1.0, learning_rate=0.01)
+
+    ideal = calibrate(make, epsilon=1.0, delta=1e-5)
+    found = calibrate(make, epsilon=1.0, delta=1e-5, parameters=11_000_000)
+    for recipe, meets in ((ideal, False), (found, True)):
+        real = Execution(rounding=choose_precision(recipe, 11_000_000).rounding)
+        assert (guarantee(recipe, delta=1e-5, execution=real).epsilon <= 1.0) == meets
+    assert ideal.noise_std < found.noise_std < ideal.noise_std * 1.001
 
 
 def test_a_schedule_is_scaled_as_a_whole() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expunge.accounting import Bound, Execution, Guarantee, guarantee
     from expunge.calibration import calibrate
+    from expunge.certificate import Certificate, certify
     from expunge.errors import (
         CalibrationError,
         CertificateError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         UnlearningError,
         VerificationError,
     )
+    from expunge.noise import SeededNoise, SystemNoise
     from expunge.planning import Candidate, Plan, plan
     from expunge.recipes import (
         GradientClipping,
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
         Retraining,
         RewindToDelete,
     )
+    from expunge.record import RunRecord, commit, opens
+    from expunge.unlearning import Run, unlearn
+    from expunge.verification import verify, verify_chain
 
 __version__ = "0.1.0"
 
@@ -44,6 +49,7 @@ __all__ = [
     "Bound",
     "CalibrationError",
     "Candidate",
+    "Certificate",
     "CertificateError",
     "DomainError",
     "Execution",
@@ -58,16 +64,27 @@ __all__ = [
     "Plan",
     "Retraining",
     "RewindToDelete",
+    "Run",
+    "RunRecord",
+    "SeededNoise",
+    "SystemNoise",
     "UnlearningError",
     "VerificationError",
     "calibrate",
+    "certify",
+    "commit",
     "guarantee",
+    "opens",
     "plan",
+    "unlearn",
+    "verify",
+    "verify_chain",
 ]
 
 _HOMES = {
     "accounting": ("Bound", "Execution", "Guarantee", "guarantee"),
     "calibration": ("calibrate",),
+    "certificate": ("Certificate", "certify"),
     "errors": (
         "CalibrationError",
         "CertificateError",
@@ -77,6 +94,7 @@ _HOMES = {
         "UnlearningError",
         "VerificationError",
     ),
+    "noise": ("SeededNoise", "SystemNoise"),
     "planning": ("Candidate", "Plan", "plan"),
     "recipes": (
         "GradientClipping",
@@ -87,6 +105,9 @@ _HOMES = {
         "Retraining",
         "RewindToDelete",
     ),
+    "record": ("RunRecord", "commit", "opens"),
+    "unlearning": ("Run", "unlearn"),
+    "verification": ("verify", "verify_chain"),
 }
 
 

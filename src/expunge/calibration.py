@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from expunge.accounting import (
@@ -16,6 +17,7 @@ from expunge.accounting import (
     log_delta,
 )
 from expunge.errors import CalibrationError, InputError
+from expunge.precision import NoisyRecipe, choose_precision
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -49,6 +51,7 @@ def calibrate(
     compared_to: ComparedTo = "retrained",
     find: Literal["smallest", "largest", "fewest"] = "smallest",
     start: float = 1.0,
+    parameters: int | None = None,
     execution: Execution = IDEAL,
     relative: float = 1e-11,
 ) -> AnyRecipe:
@@ -58,7 +61,9 @@ def calibrate(
     ``find="largest"``: the largest real x, for a clip (less of it is safer);
     ``find="fewest"``: the smallest whole x, for a number of steps.
     The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
-    of the best one. ``start`` is where the search begins, if evaluating far from it is costly.
+    of the best one. With ``parameters``, the number of certified parameters, the target is met by
+    a real run of that many, whose finite precision costs a little (``expunge.precision``).
+    ``start`` is where the search begins, if evaluating far from it is costly.
 
     >>> from expunge import OutputPerturbation, calibrate
     >>> recipe = calibrate(lambda s: OutputPerturbation(start_clip=0.01, noise_std=s),
@@ -72,60 +77,111 @@ def calibrate(
         raise InputError.of("start", start, "a finite number > 0")
     if find not in ("smallest", "largest", "fewest"):
         raise InputError.of("find", find, "'smallest', 'largest' or 'fewest'")
-    target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
+    target = _Target(epsilon, delta, compared_to, execution)
+    best = _search(make, target, find, start, relative)
+    if parameters is None:
+        return best
+    while True:
+        rounding = execution.rounding + _rounding(best, parameters)
+        if target.on(replace(execution, rounding=rounding)).excess(best) <= 0:
+            return best
+        real = replace(execution, rounding=rounding * (1 + 1e-6))
+        best = _search(make, target.on(real), find, start, relative)
 
-    # A hair below ε, so that solving for ε again (to 1e-12) cannot come out above it.
-    aim = epsilon * (1 - 3e-12)
 
-    def excess(recipe: Recipe) -> float:
-        found = log_delta(recipe, aim, compared_to=compared_to, execution=execution)
-        return max(found, -1e300) - target
+def _rounding(recipe: Recipe, parameters: int) -> float:
+    if not isinstance(recipe, NoisyRecipe):
+        return 0.0
+    return choose_precision(recipe, parameters).rounding
+
+
+@dataclass(frozen=True)
+class _Target:
+    epsilon: float
+    delta: float
+    compared_to: ComparedTo
+    execution: Execution
+
+    def on(self, execution: Execution) -> _Target:
+        return replace(self, execution=execution)
+
+    def excess(self, recipe: Recipe) -> float:
+        """log δ(recipe) - log δ at a hair below ε, so that solving for ε again stays below it."""
+        aim = self.epsilon * (1 - 3e-12)
+        found = log_delta(recipe, aim, compared_to=self.compared_to, execution=self.execution)
+        log_delta_target = math.log(self.delta)
+        return max(found, -1e300) - log_delta_target + 4e-16 * (1 + abs(log_delta_target))
+
+    def refuse(self, recipe: Recipe) -> CalibrationError:
+        reached = guarantee(
+            recipe,
+            epsilon=self.epsilon,
+            compared_to=self.compared_to,
+            execution=self.execution,
+        )
+        return CalibrationError(
+            f"no value meets epsilon = {self.epsilon:g}, delta = {self.delta:g}: even the extreme "
+            f"one leaves delta = {reached.delta:.3g}, because {_limit(recipe, self.execution)}"
+        )
+
+
+def _search(
+    make: Callable[[float], AnyRecipe],
+    target: _Target,
+    find: Literal["smallest", "largest", "fewest"],
+    start: float,
+    relative: float,
+) -> AnyRecipe:
+    def excess(x: float) -> float:
+        return target.excess(make(x))
 
     match find:
         case "smallest":
-            ends = bracket(lambda x: excess(make(x)), start, lowest=SMALLEST, highest=LARGEST)
+            ends = bracket(excess, start, lowest=SMALLEST, highest=LARGEST)
             if ends is None:
-                raise _impossible(make(LARGEST), epsilon, delta, compared_to, execution)
+                raise target.refuse(make(LARGEST))
             if ends[0] <= SMALLEST:
-                return make(0.0 if excess(make(0.0)) <= 0 else ends[1])
-            best = tighten(lambda x: excess(make(x)), *ends, relative=relative)
+                return make(0.0 if excess(0.0) <= 0 else ends[1])
+            return make(tighten(excess, *ends, relative=relative))
         case "largest":
-            ends = bracket(
-                lambda y: excess(make(1 / y)), 1 / start, lowest=SMALLEST, highest=LARGEST
-            )
-            if ends is None and excess(make(0.0)) <= 0:
-                return make(0.0)
-            if ends is None:
-                raise _impossible(make(0.0), epsilon, delta, compared_to, execution)
-            if ends[0] <= SMALLEST:
-                raise CalibrationError(
-                    f"every value up to {1 / ends[1]:g} meets epsilon = {epsilon:g}, "
-                    f"delta = {delta:g}: this parameter is not what limits the guarantee"
-                )
-            best = 1 / tighten(lambda y: excess(make(1 / y)), *ends, relative=relative)
-            while excess(make(best)) > 0:
-                best *= 1 - 2e-16
+            return make(_find_largest(excess, make, target, start, relative))
         case "fewest":
-            return make(
-                _fewest(lambda n: excess(make(n)), make, epsilon, delta, compared_to, execution)
-            )
-    return make(best)
+            return make(_find_fewest(excess, make, target))
 
 
-def _fewest(
-    excess: Callable[[int], float],
+def _find_largest(
+    excess: Callable[[float], float],
     make: Callable[[float], Recipe],
-    epsilon: float,
-    delta: float,
-    compared_to: ComparedTo,
-    execution: Execution,
+    target: _Target,
+    start: float,
+    relative: float,
+) -> float:
+    """The same search in y = 1/x, which is safer the larger it is; 0 where only nothing is safe."""
+    ends = bracket(lambda y: excess(1 / y), 1 / start, lowest=SMALLEST, highest=LARGEST)
+    if ends is None:
+        if excess(0.0) <= 0:
+            return 0.0
+        raise target.refuse(make(0.0))
+    if ends[0] <= SMALLEST:
+        raise CalibrationError(
+            f"every value up to {1 / ends[1]:g} meets epsilon = {target.epsilon:g}, "
+            f"delta = {target.delta:g}: this parameter is not what limits the guarantee"
+        )
+    best = 1 / tighten(lambda y: excess(1 / y), *ends, relative=relative)
+    while excess(best) > 0:
+        best *= 1 - 2e-16
+    return best
+
+
+def _find_fewest(
+    excess: Callable[[float], float], make: Callable[[float], Recipe], target: _Target
 ) -> int:
     """Doubling, then halving on whole numbers; more steps never hurt, so the first good is best."""
     bad, good = 0, 1
     while excess(good) > 0:
         bad, good = good, good * 2
         if good > _affordable(make(bad)):
-            raise _impossible(make(bad), epsilon, delta, compared_to, execution)
+            raise target.refuse(make(bad))
     while good - bad > 1:
         middle = (bad + good) // 2
         bad, good = (bad, middle) if excess(middle) <= 0 else (middle, good)
@@ -141,16 +197,6 @@ def _affordable(recipe: Recipe) -> int:
             return 2**17
         case _:
             return MOST_STEPS
-
-
-def _impossible(
-    recipe: Recipe, epsilon: float, delta: float, compared_to: ComparedTo, execution: Execution
-) -> CalibrationError:
-    reached = guarantee(recipe, epsilon=epsilon, compared_to=compared_to, execution=execution)
-    return CalibrationError(
-        f"no value meets epsilon = {epsilon:g}, delta = {delta:g}: even the extreme one leaves "
-        f"delta = {reached.delta:.3g}, because {_limit(recipe, execution)}"
-    )
 
 
 def _limit(recipe: Recipe, execution: Execution) -> str:

@@ -132,6 +132,9 @@ def calibrate(
     sampling_rate: SamplingRate = None,
     group_size: GroupSize = None,
     recipe: RecipeFile = None,
+    parameters: Annotated[
+        int | None, typer.Option(help="Certified parameters: count their finite precision too.")
+    ] = None,
     compared_to: ComparedTo = "retrained",
     as_json: AsJson = False,
 ) -> None:
@@ -159,7 +162,12 @@ def calibrate(
         return from_dict(data | {free: int(value) if free == "steps" else value})
 
     best = find_best(
-        make, epsilon=epsilon, delta=delta, compared_to=cast(Any, compared_to), find=FREE[free]
+        make,
+        epsilon=epsilon,
+        delta=delta,
+        compared_to=cast(Any, compared_to),
+        find=FREE[free],
+        parameters=parameters,
     )
     found = guarantee(best, delta=delta, compared_to=cast(Any, compared_to))
     if as_json:
@@ -200,6 +208,78 @@ def plan(
         _print_json(plan_to_dict(found))
     else:
         print_plan(found)
+
+
+CertificatePath = Annotated[
+    Path, typer.Argument(metavar="CERTIFICATE", help="certificate.json, or its run directory.")
+]
+SignWith = Annotated[
+    Path | None, typer.Option("--sign", metavar="KEY.PEM", help="Sign with this Ed25519 key.")
+]
+
+
+@app.command()
+def verify(
+    certificate: CertificatePath,
+    weights: Annotated[
+        Path | None, typer.Option(help="Default: model.safetensors beside the certificate.")
+    ] = None,
+    public_key: Annotated[
+        Path | None, typer.Option(help="PEM file of the Ed25519 key it must be signed with.")
+    ] = None,
+    parent: Annotated[Path | None, typer.Option(help="The certificate it is chained to.")] = None,
+    record: Annotated[Path | None, typer.Option(help="The operator's record of the run.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Recompute everything: 0 it holds, 1 it does not and why, 2 the input is unusable."""
+    from expunge.verification import verify as check
+
+    path = certificate / "certificate.json" if certificate.is_dir() else certificate
+    found = check(path, weights, public_key, parent=parent, record=record)
+    if as_json:
+        _print_json({"holds": True} | found.model_dump(mode="json"))
+        return
+    typer.echo(
+        f"{path} holds: epsilon = {found.epsilon:.6g}, delta = {found.delta:.6g}, "
+        f"compared to {found.compared_to}; "
+        + ("signed" if found.signature is not None else "not signed")
+    )
+    for warning in found.warnings:
+        typer.echo(f"  {warning}")
+
+
+@app.command()
+def show(
+    certificate: CertificatePath,
+    model_card: Annotated[bool, typer.Option(help="A Hugging Face model-card block.")] = False,
+) -> None:
+    """A certificate in plain language, as it stands: `verify` says whether it holds."""
+    from expunge.certificate import Certificate
+
+    path = certificate / "certificate.json" if certificate.is_dir() else certificate
+    found = Certificate.load(path)
+    typer.echo(found.model_card() if model_card else found.statement())
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+) -> None:
+    """Write report.html anew from what a run directory holds."""
+    from expunge.reporting import write_report
+
+    typer.echo(write_report(directory))
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/demo"),
+    sign: SignWith = None,
+) -> None:
+    """Train, forget, certify and verify on embedded data: no download, under a minute."""
+    from expunge.demo import run_demo
+
+    run_demo(out, sign)
 
 
 def _collect(given: dict[str, Any]) -> dict[str, Any]:

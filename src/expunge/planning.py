@@ -11,9 +11,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from expunge.accounting import ComparedTo, Guarantee, check_delta, check_epsilon, guarantee
+from expunge.accounting import (
+    IDEAL,
+    ComparedTo,
+    Execution,
+    Guarantee,
+    check_delta,
+    check_epsilon,
+    guarantee,
+)
 from expunge.calibration import calibrate
 from expunge.errors import InputError
+from expunge.precision import NoisyRecipe, choose_precision
 from expunge.recipes import (
     GradientClipping,
     ModelClipping,
@@ -28,6 +37,7 @@ from expunge.recipes import (
 class Candidate:
     """One recipe that meets the target, and what it costs and leaves.
 
+    ``guarantee`` is that of a real run, the cost of finite precision included.
     ``noise_per_step``: σ; ``noise_left``: the standard deviation of the noise that remains in each
     released weight; ``expected_norm``: the norm of that noise; ``kept_norm``: the largest norm that
     the old model's part can have at the end; ``gradient_evaluations``: examples seen in the noisy
@@ -95,7 +105,9 @@ def plan(
         raise InputError.of("scale", scale, "a finite number > 0")
     recipes: list[Recipe] = [
         _plan_output(epsilon, delta, left, compared_to),
-        _plan_gradient(epsilon, delta, left, steps, learning_rate, weight_decay, compared_to),
+        _plan_gradient(
+            epsilon, delta, left, steps, learning_rate, weight_decay, compared_to, parameters
+        ),
         _plan_model(epsilon, delta, left, steps, learning_rate, weight_decay, compared_to),
         Retraining(),
     ]
@@ -138,6 +150,7 @@ def _plan_gradient(
     learning_rate: float,
     weight_decay: float,
     compared_to: ComparedTo,
+    parameters: int,
 ) -> GradientClipping:
     """σ √(Σ ρ^{2k}) = scale; half of the budget for the start, half for what gradients add.
 
@@ -170,6 +183,7 @@ def _plan_gradient(
         compared_to=compared_to,
         find="largest",
         start=scale,
+        parameters=parameters,
     )
 
 
@@ -202,7 +216,10 @@ def _plan_model(
 def _describe(
     recipe: Recipe, delta: float, parameters: int, batch_size: int, compared_to: ComparedTo
 ) -> Candidate:
-    found = guarantee(recipe, delta=delta, compared_to=compared_to)
+    execution = IDEAL
+    if isinstance(recipe, NoisyRecipe):
+        execution = Execution(rounding=choose_precision(recipe, parameters).rounding)
+    found = guarantee(recipe, delta=delta, compared_to=compared_to, execution=execution)
     match recipe:
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
             steps, per_step, left, kept = 0, sigma, sigma, C0
