@@ -136,17 +136,15 @@ class Cycle:
 
 def move_batch(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor on ``device``; tuples, lists and mappings keep their kind."""
-    match batch:
-        case Tensor():
-            return batch.to(device, non_blocking=True)
-        case Mapping():
-            items = cast(Mapping[str, Any], batch).items()
-            return {key: move_batch(value, device) for key, value in items}
-        case tuple() | list():
-            moved = [move_batch(item, device) for item in cast(Sequence[Any], batch)]
-            return moved if isinstance(batch, list) else tuple(moved)
-        case _:
-            return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, tuple | list):
+        moved = [move_batch(item, device) for item in cast(Sequence[Any], batch)]
+        return moved if isinstance(batch, list) else tuple(moved)
+    if isinstance(batch, Mapping):
+        items = cast(Mapping[str, Any], batch).items()
+        return {key: move_batch(value, device) for key, value in items}
+    return batch
 
 
 def count_examples(batch: Any) -> int:
@@ -155,15 +153,14 @@ def count_examples(batch: Any) -> int:
     >>> count_examples({"input_ids": torch.zeros(4, 7)}), count_examples((torch.zeros(3, 2), 1))
     (4, 3)
     """
-    match batch:
-        case Tensor():
-            return len(batch) if batch.ndim > 0 else 1
-        case Mapping():
-            parts = list(cast(Mapping[str, Any], batch).values())
-        case tuple() | list():
-            parts = list(cast(Sequence[Any], batch))
-        case _:
-            return 0
+    if isinstance(batch, Tensor):
+        return batch.shape[0] if batch.ndim > 0 else 1
+    if isinstance(batch, tuple | list):
+        parts: Iterable[Any] = cast(Sequence[Any], batch)
+    elif isinstance(batch, Mapping):
+        parts = cast(Mapping[str, Any], batch).values()
+    else:
+        return 0
     return next((n for n in map(count_examples, parts) if n > 0), 0)
 
 
@@ -184,13 +181,14 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> 
     1.0
     """
     match batch:
+        case tuple() | list() if loss_fn is not None and len(batch) > 1:
+            *inputs, target = cast(Sequence[Any], batch)
+            loss = loss_fn(model(*inputs), target)
+        case Tensor() if loss_fn is not None:
+            loss = loss_fn(model(batch), batch)
         case Mapping():
             output = model(**batch)
             loss = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
-        case Tensor() if loss_fn is not None:
-            loss = loss_fn(model(batch), batch)
-        case (*inputs, target) if loss_fn is not None and inputs:
-            loss = loss_fn(model(*inputs), target)
         case _ if loss_fn is None:
             raise InputError.of(
                 "loss_fn", None, "a function unless batches are mappings and the model returns loss"

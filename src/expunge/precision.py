@@ -22,7 +22,7 @@ import numpy as np
 
 from expunge.accounting import IDEAL, ComparedTo, Execution, mu
 from expunge.errors import InputError
-from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation
+from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
 
 NoisyRecipe = GradientClipping | ModelClipping | OutputPerturbation
 
@@ -54,7 +54,7 @@ def choose_precision(recipe: NoisyRecipe, size: int) -> Precision:
     >>> choose_precision(recipe, 1000) == Precision(grid=2.0**-28, rounding=0.0)
     True
     """
-    levels = [sigma for sigma in noise_levels(recipe) if sigma > 0]
+    levels = [sigma for sigma in list_levels(recipe) if sigma > 0]
     if not levels:
         return Precision(0.0, 0.0)
     smallest, largest = _exponent(min(levels)), _exponent(max(levels))
@@ -100,17 +100,18 @@ def norm_margin(size: int) -> float:
     return (size + 64) * 2.0**-52
 
 
-def noise_levels(recipe: NoisyRecipe) -> list[float]:
-    """Every standard deviation the recipe draws at, the start's first.
+def list_levels(recipe: NoisyRecipe) -> list[float]:
+    """The standard deviation of every noise by step number: 0 is the start's, t + 1 is step t's.
 
-    >>> noise_levels(OutputPerturbation(start_clip=1.0, noise_std=0.5))
-    [0.5]
+    >>> list_levels(ModelClipping(model_clip=1.0, learning_rate=0.1, weight_decay=0.0,
+    ...                           noise_std=0.5, steps=2))
+    [0.0, 0.5, 0.5]
     """
     match recipe:
         case OutputPerturbation(noise_std=sigma):
             return [sigma]
         case GradientClipping(noise_std=sigma) | ModelClipping(noise_std=sigma):
-            return [recipe.start_noise_std, *np.unique(np.asarray(sigma, np.float64)).tolist()]
+            return [recipe.start_noise_std, *schedule(sigma, recipe.steps).tolist()]
 
 
 def _largest_rate(recipe: NoisyRecipe) -> float:

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from expunge.batching import Cycle, LossFunction, compute_loss, count_examples, move_batch
 from expunge.buffers import reset_statistics
 from expunge.checkpoint import Progress, load_checkpoint, save_checkpoint
+from expunge.drawing import Drawing
 from expunge.errors import UnlearningError
 from expunge.noise import Noise
-from expunge.precision import NoisyRecipe, choose_precision, noise_levels
+from expunge.precision import NoisyRecipe, choose_precision, list_levels
 from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
 from expunge.record import Trace
 from expunge.subject import Subject
-from expunge.vector import CertifiedVector, FloatVector, GridVector, Update, clip_factor
+from expunge.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Update, clip_factor
 
 OnStep = Callable[[int, nn.Module], object]
 
@@ -45,7 +46,7 @@ class Loop:
         parameters = list(subject.certified.values())
         centre = None if subject.centre is None else list(subject.centre.values())
         self.vector: CertifiedVector
-        if any(sigma > 0 for sigma in noise_levels(recipe)):
+        if any(sigma > 0 for sigma in list_levels(recipe)):
             self.vector = GridVector(parameters, centre, self.precision.grid)
         else:
             self.vector = FloatVector(parameters, centre)
@@ -110,11 +111,7 @@ class Loop:
         """The noise source; "none" for a run without noise."""
         if isinstance(self.vector, GridVector):
             return self.noise.describe()
-        return {"source": "none", "generator": None, "releasable": True, "seed": None}
-
-    def close(self) -> None:
-        """Stop drawing ahead."""
-        self.vector.close()
+        return {"source": "none", "generator": None, "releasable": False, "seed": None}
 
     def _step(
         self,
@@ -130,7 +127,6 @@ class Loop:
                 radius = math.inf if R is None else R
             case ModelClipping(model_clip=radius):
                 bound = math.inf
-        self.vector.prefetch(t + 1, sigma)
         batch = move_batch(cycle.take(), self.subject.device)
         gradients = compute_gradients(self.subject, batch, self.loss_fn)
         norm = self.vector.gradient_norm(gradients)
@@ -145,7 +141,9 @@ class Loop:
 
     def _take_key(self) -> None:
         if isinstance(self.vector, GridVector):
-            self.vector.stream = self.noise.begin()
+            levels = [sigma / self.vector.grid for sigma in list_levels(self.recipe)]
+            size = self.vector.size
+            self.vector.drawing = Drawing(self.noise.begin(), levels, size, min(size, CHUNK))
             self.noise_keys += 1
 
     def _save(self, path: Path, identity: dict[str, Any]) -> None:
@@ -160,12 +158,13 @@ class Loop:
         """Go on where the checkpoint stands, with a key of its own if steps are left."""
         progress, tensors = load_checkpoint(path, identity)
         self.done, self.noise_keys = progress.steps, progress.noise_keys
-        self.resumed = progress.resumed + 1
+        self.resumed = progress.resumed
         self.gradient_evaluations = progress.gradient_evaluations
         self.vector.load(_under("vector.", tensors))
         self.columns[:] = tensors["trace"].numpy()
         self._place = _under("place.", tensors) or None
         if self.done < self.steps:
+            self.resumed += 1
             self._take_key()
 
 

@@ -103,6 +103,8 @@ def match_centre(
         if not found:
             raise InputError(f"centre has no {name}; it must have every trainable parameter")
         tensor = centre[found[0]]
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"centre[{found[0]!r}] holds values that are not finite real numbers")
         for alias in found:
             if centre[alias].shape != p.shape:
                 raise InputError.of(
@@ -112,8 +114,6 @@ def match_centre(
                 raise InputError(
                     f"centre has different values for the tied weights {found[0]} and {alias}"
                 )
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"centre[{found[0]!r}] holds values that are not finite real numbers")
         matched[name] = tensor.detach().to(p.device)
     return matched
 

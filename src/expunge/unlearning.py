@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterable, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -122,9 +121,8 @@ def unlearn(
             "noise": loop.noise.describe(),
             "buffers": buffers,
         }
-        with closing(loop):
-            loop.begin(path if resume else None, identity)
-            loop.run(path, checkpoint_seconds, identity, on_step, progress)
+        loop.begin(path if resume else None, identity)
+        loop.run(path, checkpoint_seconds, identity, on_step, progress)
         check_unchanged(model, subject)
         noisy = after = hash_weights(subject.model.state_dict())
         if subject.buffers.modules:

@@ -17,27 +17,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from expunge.drawing import Drawing
 from expunge.precision import LARGEST_CELL, norm_margin
-from expunge.prefetch import Prefetch
 
 CHUNK = 1 << 16
 _TINY = 2.0**-530
 _LARGEST = 1e308
-
-
-class Stream(Protocol):
-    """One key's noise: whole numbers round(std · ξ), a pure function of (key, step, position)."""
-
-    def draw(
-        self, out: npt.NDArray[np.float64], *, step: int, position: int, std: float
-    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,12 +64,41 @@ class Norms:
 
 
 @dataclass(frozen=True)
+class _Part:
+    """Coordinates [start, stop) of tensor ``index``, and their place in a work vector."""
+
+    index: int
+    start: int
+    stop: int
+    place: Tensor
+    whole: bool
+
+    def of(self, tensors: Sequence[Tensor]) -> Tensor:
+        """This part of one of ``tensors``, in the shape of ``place``."""
+        tensor = tensors[self.index]
+        return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
+
+
+@dataclass(frozen=True)
 class _Chunk:
-    """Coordinates [start, stop) of the vector: parts [a, b) of tensors, by index."""
+    """Coordinates [start, stop) of the vector: ``cells`` there, and the parts of tensors."""
 
     start: int
     stop: int
-    parts: tuple[tuple[int, int, int], ...]
+    cells: Tensor
+    work: Tensor
+    parts: tuple[_Part, ...]
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The chunk's coordinates of a list of tensors, in float64."""
+        for part in self.parts:
+            part.place.copy_(part.of(tensors))
+        return self.work
+
+    def scatter(self, tensors: Sequence[Tensor]) -> None:
+        """Write the work vector to the tensors, in their own dtypes."""
+        for part in self.parts:
+            part.of(tensors).copy_(part.place)
 
 
 def clip_factor(norm: float, bound: float, size: int) -> float:
@@ -105,51 +124,40 @@ class GridVector:
         parameters: Sequence[Tensor],
         centre: Sequence[Tensor] | None,
         grid: float,
-        stream: Stream | None = None,
+        drawing: Drawing | None = None,
     ) -> None:
         self.parameters = [p.detach() for p in parameters]
-        self.grid, self.stream = grid, stream
+        self.grid, self.drawing = grid, drawing
         self.device = self.parameters[0].device
         self.size = sum(p.numel() for p in self.parameters)
-        self._chunks = _cut([p.numel() for p in self.parameters])
-        self._centre = None if centre is None else [c.detach().reshape(-1) for c in centre]
-        self._flat = [p.view(-1) for p in self.parameters]
-        longest = min(self.size, CHUNK)
+        self._centre = None if centre is None else [c.detach() for c in centre]
         self._cells = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        self._work = torch.empty(longest, dtype=torch.float64, device=self.device)
-        self._drawn = (np.empty(longest), np.empty(longest))
-        self._ahead = Prefetch()
+        self._chunks = _cut(self._cells, [p.shape for p in self.parameters])
         self._held = False
 
     def start(self, radius: float) -> float:
         """x_0 = Π_radius(x̂), then rounded towards the centre; returns ‖x̂ - c‖."""
         squares: list[Tensor] = []
         for chunk in self._chunks:
-            k = self._cells[chunk.start : chunk.stop].copy_(_gather(self._flat, chunk))
+            k = chunk.cells.copy_(chunk.gather(self.parameters))
             if self._centre is not None:
-                k.sub_(_gather(self._centre, chunk))
+                k.sub_(chunk.gather(self._centre))
             squares.append(torch.dot(k, k))
         norm = _root(squares)
         factor = clip_factor(norm, radius, self.size) / self.grid
         for chunk in self._chunks:
-            k = self._cells[chunk.start : chunk.stop]
-            k.mul_(factor).trunc_().clamp_(-LARGEST_CELL, LARGEST_CELL)
-            self._write(chunk, k)
+            chunk.cells.mul_(factor).trunc_().clamp_(-LARGEST_CELL, LARGEST_CELL)
+            self._write(chunk)
         return norm
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """‖g‖ in float64; not finite if and only if some g_i is not (or overflows float64)."""
         squares: list[Tensor] = []
         for chunk in self._chunks:
-            g = self._load(gradients, chunk)
+            g = chunk.gather(gradients)
             squares.append(torch.dot(g, g))
         self._held = len(self._chunks) == 1
         return _root(squares)
-
-    def prefetch(self, number: int, noise_std: float) -> None:
-        """Begin to draw the noise of step ``number``, while the gradient is computed."""
-        if noise_std > 0:
-            self._begin(0, number, noise_std)
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """k ← round(Π(ρ k - (γ/g) · clip · g)) + round(ξ/g), saturated; then the parameters."""
@@ -157,26 +165,25 @@ class GridVector:
         squares: list[Tensor] = []
         noise = 0.0
         projected = update.radius < math.inf
-        for i, chunk in enumerate(self._chunks):
-            k = self._cells[chunk.start : chunk.stop]
+        for chunk in self._chunks:
+            k = chunk.cells
             if update.decay != 1:
                 k.mul_(update.decay)
             if alpha > 0:
-                k.add_(self._load(gradients, chunk), alpha=-alpha)
+                k.add_(chunk.work if self._held else chunk.gather(gradients), alpha=-alpha)
             if not projected:
                 k.round_()
             squares.append(torch.dot(k, k))
             if not projected:
-                noise += self._finish(i, k, update)
+                noise += self._finish(chunk, update)
         self._held = False
         norm = _root(squares) * self.grid
         if projected:
             factor = clip_factor(norm, update.radius, self.size)
             norm = norm * factor if factor > 0 else 0.0
-            for i, chunk in enumerate(self._chunks):
-                k = self._cells[chunk.start : chunk.stop]
-                _ = k.mul_(factor).trunc_() if factor > 0 else k.zero_()
-                noise += self._finish(i, k, update)
+            for chunk in self._chunks:
+                _ = chunk.cells.mul_(factor).trunc_() if factor > 0 else chunk.cells.zero_()
+                noise += self._finish(chunk, update)
         return Norms(min(norm, _LARGEST), math.sqrt(noise) * self.grid)
 
     def perturb(self, number: int, noise_std: float) -> Norms:
@@ -191,48 +198,27 @@ class GridVector:
         """Go on from ``state``."""
         self._cells.copy_(state["cells"])
         for chunk in self._chunks:
-            self._write(chunk, self._cells[chunk.start : chunk.stop])
+            self._write(chunk)
 
-    def close(self) -> None:
-        """Stop drawing ahead."""
-        self._ahead.close()
-
-    def _load(self, gradients: Sequence[Tensor], chunk: _Chunk) -> Tensor:
-        work = self._work[: chunk.stop - chunk.start]
-        return work if self._held else work.copy_(_gather(gradients, chunk))
-
-    def _finish(self, i: int, k: Tensor, update: Update) -> float:
+    def _finish(self, chunk: _Chunk, update: Update) -> float:
         """Add the noise, saturate, write the parameters; returns ‖noise‖² in cells."""
         squares = 0.0
         if update.noise_std > 0:
-            if not self._ahead.wait():
-                self._begin(i, update.number, update.noise_std)
-                self._ahead.wait()
-            if i + 1 < len(self._chunks):
-                self._begin(i + 1, update.number, update.noise_std)
-            drawn = self._drawn[i % 2][: len(k)]
+            assert self.drawing is not None
+            drawn = self.drawing.take(update.number, chunk.start, chunk.stop)
             squares = float(np.dot(drawn, drawn))
-            k.add_(torch.from_numpy(drawn).to(self.device))
-        k.clamp_(-LARGEST_CELL, LARGEST_CELL)
-        self._write(self._chunks[i], k)
+            chunk.cells.add_(torch.from_numpy(drawn).to(self.device))
+        chunk.cells.clamp_(-LARGEST_CELL, LARGEST_CELL)
+        self._write(chunk)
         return squares
 
-    def _begin(self, i: int, number: int, noise_std: float) -> None:
-        """Draw the noise of chunk ``i`` beside what happens next."""
-        stream, chunk = self.stream, self._chunks[i]
-        assert stream is not None
-        out = self._drawn[i % 2][: chunk.stop - chunk.start]
-        std, position = noise_std / self.grid, chunk.start
-        self._ahead.begin(lambda: stream.draw(out, step=number, position=position, std=std))
-
-    def _write(self, chunk: _Chunk, k: Tensor) -> None:
-        value = torch.mul(k, self.grid, out=self._work[: chunk.stop - chunk.start])
-        if self._centre is not None:
-            value.add_(_gather(self._centre, chunk))
-        offset = 0
-        for index, a, b in chunk.parts:
-            self._flat[index][a:b].copy_(value[offset : offset + b - a])
-            offset += b - a
+    def _write(self, chunk: _Chunk) -> None:
+        """The parameters are centre + grid · k, rounded to their own dtype."""
+        if self._centre is None:
+            torch.mul(chunk.cells, self.grid, out=chunk.work)
+        else:
+            chunk.gather(self._centre).add_(chunk.cells, alpha=self.grid)
+        chunk.scatter(self.parameters)
 
 
 class FloatVector:
@@ -255,9 +241,6 @@ class FloatVector:
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """‖g‖ in float64."""
         return _norm(gradients)
-
-    def prefetch(self, number: int, noise_std: float) -> None:
-        """Nothing is drawn."""
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """x ← Π(x - γ (clip · g + λ (x - c))), in the parameters' own arithmetic."""
@@ -286,9 +269,6 @@ class FloatVector:
         for i, p in enumerate(self.parameters):
             p.copy_(state[f"parameter.{i}"])
 
-    def close(self) -> None:
-        """Nothing was opened."""
-
     def _offsets(self) -> list[Tensor]:
         if self.centre is None:
             return self.parameters
@@ -306,32 +286,24 @@ class FloatVector:
 CertifiedVector = GridVector | FloatVector
 
 
-def _cut(sizes: Sequence[int]) -> list[_Chunk]:
+def _cut(cells: Tensor, shapes: Sequence[torch.Size]) -> list[_Chunk]:
     """Cut the vector every CHUNK coordinates, wherever that falls in the tensors."""
+    work = torch.empty(min(len(cells), CHUNK), dtype=cells.dtype, device=cells.device)
     chunks: list[_Chunk] = []
-    parts: list[tuple[int, int, int]] = []
+    parts: list[_Part] = []
     start = position = 0
-    for index, size in enumerate(sizes):
-        a = 0
+    for index, shape in enumerate(shapes):
+        a, size = 0, shape.numel()
         while a < size:
             b = min(size, a + start + CHUNK - position)
-            parts.append((index, a, b))
+            place, whole = work[position - start : position - start + b - a], b - a == size
+            parts.append(_Part(index, a, b, place.view(shape) if whole else place, whole))
             position, a = position + b - a, b
-            if position == start + CHUNK:
-                chunks.append(_Chunk(start, position, tuple(parts)))
+            if position == min(start + CHUNK, len(cells)):
+                span = work[: position - start]
+                chunks.append(_Chunk(start, position, cells[start:position], span, tuple(parts)))
                 start, parts = position, []
-    if parts:
-        chunks.append(_Chunk(start, position, tuple(parts)))
     return chunks
-
-
-def _gather(tensors: Sequence[Tensor], chunk: _Chunk) -> Tensor:
-    """The chunk's coordinates of a list of tensors."""
-    pieces: list[Tensor] = []
-    for index, a, b in chunk.parts:
-        t = tensors[index]
-        pieces.append(t.reshape(-1)[a:b])
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _root(squares: Sequence[Tensor]) -> float:

@@ -1,0 +1,61 @@
+"""The noise of a run, drawn for several small steps at a time.
+
+A draw right after a forward and backward pass finds cold caches and costs half as much again as
+one of a series, so short vectors have the noise of their next steps drawn in one go. What is drawn
+for a step that never runs is dropped: it was never added to anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from expunge.errors import UnlearningError
+
+Array = npt.NDArray[np.float64]
+AHEAD = 1 << 16
+
+
+class Stream(Protocol):
+    """One key's noise: whole numbers round(std · ξ), a pure function of (key, step, position)."""
+
+    def draw(self, out: Array, *, step: int, position: int, std: float) -> None: ...
+
+
+class Drawing:
+    """Cells of noise by step number; ``levels[n]`` is the standard deviation of step n, in cells.
+
+    >>> from expunge.noise import SeededNoise
+    >>> drawing = Drawing(SeededNoise(0).begin(), [0.0, 9.0, 9.0], size=4, longest=4)
+    >>> first, second = drawing.take(1, 0, 4).copy(), drawing.take(2, 0, 4)
+    >>> bool((first == second).all())
+    False
+    """
+
+    def __init__(self, stream: Stream, levels: Sequence[float], size: int, longest: int) -> None:
+        self._stream, self._levels, self._size = stream, levels, size
+        rows = max(1, min(AHEAD // longest, len(levels))) if longest == size else 1
+        self._rows = np.empty((rows, longest))
+        self._first = self._last = self._next = 0
+
+    def take(self, number: int, start: int, stop: int) -> Array:
+        """The noise of coordinates [start, stop) of step ``number``; it may be taken once."""
+        if stop - start < self._size:
+            out = self._rows[0, : stop - start]
+            self._stream.draw(out, step=number, position=start, std=self._levels[number])
+            return out
+        if number < self._next:
+            raise UnlearningError(
+                f"the noise of step {number} was taken already; none is used twice"
+            )
+        self._next = number + 1
+        if number >= self._last:
+            self._first = number
+            self._last = min(number + len(self._rows), len(self._levels))
+            for row, step in zip(self._rows, range(number, self._last), strict=False):
+                if self._levels[step] > 0:
+                    self._stream.draw(row, step=step, position=0, std=self._levels[step])
+        return self._rows[number - self._first]

@@ -1,0 +1,240 @@
+"""The certified vector: exact bounds in rational arithmetic, chunks, dtypes, saturation."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from expunge import vector as vector_module
+from expunge.drawing import Drawing
+from expunge.noise import SeededNoise
+from expunge.precision import LARGEST_CELL
+from expunge.vector import FloatVector, GridVector, Update, clip_factor
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
+RADII = st.floats(min_value=1e-30, max_value=1e30)
+
+
+def square(values) -> Fraction:
+    """The exact sum of squares of floats."""
+    return sum((Fraction(float(v)) ** 2 for v in values), Fraction(0))
+
+
+def build(values, grid=2.0**-20, centre=None, levels=(0.0,), seed=0):
+    parameters = [torch.tensor(values, dtype=torch.float32)]
+    stds = [level / grid for level in levels]
+    drawing = Drawing(SeededNoise(seed).begin(), stds, len(values), len(values))
+    return GridVector(parameters, centre, grid, drawing)
+
+
+def cells(vector: GridVector) -> list[int]:
+    k = vector.state()["cells"].tolist()
+    assert all(value == int(value) for value in k)
+    return [int(value) for value in k]
+
+
+@settings(max_examples=300, deadline=None)
+@given(values=st.lists(FINITE, min_size=1, max_size=40), bound=RADII)
+def test_clipped_norm_never_exceeds_the_bound(values, bound):
+    g = [torch.tensor(values, dtype=torch.float32)]
+    norm = build([0.0] * len(values)).gradient_norm(g)
+    factor = clip_factor(norm, bound, len(values))
+    assert Fraction(factor) ** 2 * square(g[0]) <= Fraction(bound) ** 2
+    assert 0 <= factor <= 1
+    if norm <= 0.999 * bound:
+        assert factor == 1
+    else:
+        assert factor * norm >= 0.999 * min(norm, bound)
+
+
+@pytest.mark.parametrize("d", [1000, 100_000])
+@pytest.mark.parametrize("kind", ["huge", "tiny", "denormal", "one large", "spread"])
+def test_clipped_norm_of_long_adversarial_gradients(kind, d):
+    rng = np.random.default_rng(d)
+    g = {
+        "huge": lambda: rng.uniform(-3.4e38, 3.4e38, d),
+        "tiny": lambda: rng.uniform(-1e-37, 1e-37, d),
+        "denormal": lambda: rng.integers(-9, 9, d) * 2.0**-149,
+        "one large": lambda: np.r_[1.0, np.full(d - 1, 2.0**-27)],
+        "spread": lambda: np.exp(rng.uniform(-80, 80, d)),
+    }[kind]().astype(np.float32)
+    vector = build([0.0] * d)
+    norm = vector.gradient_norm([torch.from_numpy(g)])
+    assert math.isfinite(norm)
+    factor = clip_factor(norm, 0.75 * norm, d)
+    bound = Fraction(0.75 * norm)
+    assert Fraction(factor) ** 2 * square(g) <= bound**2
+    assert factor == pytest.approx(0.75, rel=1e-9)
+
+
+@settings(max_examples=200, deadline=None)
+@given(values=st.lists(FINITE, min_size=1, max_size=30), radius=st.floats(1e-6, 1e6))
+def test_start_lies_in_the_ball_exactly(values, radius):
+    vector = build(values, grid=2.0**-30)
+    vector.start(radius)
+    k = cells(vector)
+    assert sum(c * c for c in k) * Fraction(2.0**-30) ** 2 <= Fraction(radius) ** 2
+    assert all(abs(c) <= LARGEST_CELL for c in k)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    values=st.lists(FINITE, min_size=2, max_size=30),
+    radius=st.floats(1e-6, 1e6),
+    rate=st.floats(1e-6, 1e6),
+)
+def test_projected_step_lies_in_the_ball_exactly(values, radius, rate):
+    vector = build(values, grid=2.0**-30)
+    vector.start(1.0)
+    g = [torch.tensor(values[::-1], dtype=torch.float32)]
+    vector.step(g, Update(rate, 0.0, 1.0, radius, 0.0, 1))
+    assert sum(c * c for c in cells(vector)) * Fraction(2.0**-30) ** 2 <= Fraction(radius) ** 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(FINITE, min_size=1, max_size=30), rate=st.floats(1e-6, 10), clip=RADII)
+def test_clipped_step_moves_no_farther_than_its_sensitivity(values, rate, clip):
+    """From the centre: ‖k g‖ ≤ γ C1 + (1/2 + e) g √d, in exact arithmetic."""
+    grid = 2.0**-20
+    vector = build([0.0] * len(values), grid=grid)
+    vector.start(1.0)
+    g = [torch.tensor(values, dtype=torch.float32)]
+    factor = clip_factor(vector.gradient_norm(g), clip, len(values))
+    vector.step(g, Update(rate, 0.0, factor, math.inf, 0.0, 1))
+    moved = Fraction(grid) ** 2 * sum(c * c for c in cells(vector))
+    reach = Fraction(rate) * Fraction(clip)
+    half = Fraction(501, 1000) * Fraction(grid) * Fraction(math.sqrt(len(values)) * (1 + 1e-15))
+    assert moved <= (reach + half) ** 2
+
+
+def test_norm_that_is_not_finite_drops_the_gradient():
+    vector = build([3.0, 4.0])
+    vector.start(math.inf)
+    for bad in (math.nan, math.inf):
+        g = [torch.tensor([bad, 1.0])]
+        factor = clip_factor(vector.gradient_norm(g), 1.0, 2)
+        assert factor == 0
+        vector.step(g, Update(0.1, 0.0, factor, math.inf, 0.0, 1))
+        assert vector.parameters[0].tolist() == [3.0, 4.0]
+
+
+def test_start_projects_around_the_centre():
+    centre = [torch.tensor([1.0, 1.0])]
+    vector = build([4.0, 5.0], centre=centre)
+    assert vector.start(1.0) == pytest.approx(5.0)
+    assert vector.parameters[0].tolist() == pytest.approx([1.6, 1.8], abs=1e-5)
+    vector.start(0.0)
+    assert torch.equal(vector.parameters[0], centre[0])
+
+
+def test_parameters_are_centre_plus_grid_times_cells():
+    torch.manual_seed(0)
+    centre = [torch.randn(50)]
+    vector = build([0.5] * 50, centre=centre, levels=(0.0, 0.25))
+    vector.start(2.0)
+    vector.step([torch.randn(50)], Update(0.1, 1.0, 0.5, math.inf, 0.25, 1))
+    exact = centre[0].double() + 2.0**-20 * vector.state()["cells"]
+    assert torch.equal(vector.parameters[0], exact.float())
+
+
+@pytest.mark.parametrize("radius", [math.inf, 0.7])
+def test_result_does_not_depend_on_the_chunks(monkeypatch, radius):
+    shapes = [(3, 5), (7,), (1,), (40, 2), (0,), (11,)]
+    results = []
+    for chunk in (1 << 16, 16, 5, 1):
+        monkeypatch.setattr(vector_module, "CHUNK", chunk)
+        generator = torch.Generator().manual_seed(1)
+        parameters = [torch.randn(s, generator=generator) for s in shapes]
+        centre = [torch.randn(s, generator=generator) for s in shapes]
+        gradients = [torch.randn(s, generator=generator) for s in shapes]
+        size = sum(p.numel() for p in parameters)
+        drawing = Drawing(SeededNoise(3).begin(), [9e5] * 3, size, min(size, chunk))
+        vector = GridVector(parameters, centre, 2.0**-20, drawing)
+        vector.start(0.5)
+        for t in (1, 2):
+            norm = vector.gradient_norm(gradients)
+            factor = clip_factor(norm, 1.0, size)
+            vector.step(gradients, Update(0.1, 0.5, factor, radius, 9e5 * 2.0**-20, t))
+        results.append(torch.cat([p.reshape(-1) for p in parameters]))
+    for other in results[1:]:
+        # Norms are summed in another order, which may move a cell or two.
+        assert torch.allclose(results[0], other, atol=3 * 2.0**-20, rtol=0)
+
+
+def test_noise_alone_is_bit_equal_however_the_vector_is_cut(monkeypatch):
+    results = []
+    for chunk in (1 << 16, 13, 4):
+        monkeypatch.setattr(vector_module, "CHUNK", chunk)
+        parameters = [torch.zeros(30), torch.zeros(4, 5)]
+        drawing = Drawing(SeededNoise(3).begin(), [1e6], 50, min(50, chunk))
+        vector = GridVector(parameters, None, 2.0**-20, drawing)
+        vector.start(1.0)
+        vector.perturb(0, 1e6 * 2.0**-20)
+        results.append(vector.state()["cells"])
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+def test_low_and_mixed_precision_parameters_are_rounded_copies():
+    parameters = [torch.randn(40).bfloat16(), torch.randn(9), torch.randn(5).half()]
+    drawing = Drawing(SeededNoise(0).begin(), [0.0] + [2.0**18] * 50, 54, 54)
+    vector = GridVector(parameters, None, 2.0**-20, drawing)
+    vector.start(1.0)
+    for t in range(50):  # each step moves less than a bfloat16 near 1 can show
+        g = [torch.full_like(p, 1e-3) for p in parameters]
+        vector.gradient_norm(g)
+        vector.step(g, Update(1.0, 0.0, 1.0, math.inf, 0.25, t + 1))
+    exact = vector.state()["cells"] * 2.0**-20
+    assert torch.equal(parameters[0], exact[:40].bfloat16())
+    assert torch.equal(parameters[1], exact[40:49].float())
+    assert torch.equal(parameters[2], exact[49:].half())
+
+
+def test_coordinates_saturate():
+    vector = build([1e30, -1e30, 1.0])
+    vector.start(math.inf)
+    k = cells(vector)
+    assert k == [int(LARGEST_CELL), -int(LARGEST_CELL), 2**20]
+    vector.step([torch.tensor([-3e38, 0.0, 0.0])], Update(1.0, 0.0, 1.0, math.inf, 0.0, 1))
+    assert cells(vector) == k
+
+
+def test_overflowing_model_step_falls_back_to_the_centre():
+    vector = build([1.0, 2.0], grid=2.0**-500)
+    vector.start(1e-140)
+    vector.step([torch.tensor([3e38, 1.0])], Update(1e150, 0.0, 1.0, 1.0, 0.0, 1))
+    assert vector.parameters[0].tolist() == [0.0, 0.0]
+
+
+def test_state_round_trips():
+    first = build([1.0, 2.0, 3.0], levels=(0.5, 0.5))
+    first.start(2.0)
+    first.perturb(0, 0.5)
+    second = build([0.0, 0.0, 0.0])
+    second.load({name: t.clone() for name, t in first.state().items()})
+    assert torch.equal(second.parameters[0], first.parameters[0])
+
+
+def test_a_number_of_noise_is_never_drawn_twice():
+    from expunge.errors import UnlearningError
+
+    vector = build([0.0] * 4, levels=(0.5, 0.5))
+    vector.perturb(0, 0.5)
+    vector.perturb(1, 0.5)
+    with pytest.raises(UnlearningError, match="already"):
+        vector.perturb(0, 0.5)
+
+
+def test_float_vector_projects_and_restarts():
+    p, c = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0])
+    vector = FloatVector([p], [c])
+    assert vector.start(1.0) == pytest.approx(math.sqrt(18))
+    assert float((p - c).norm()) <= 1.0
+    vector.start(0.0)
+    assert torch.equal(p, c)
+    norms = vector.step([torch.tensor([5.0, 0.0])], Update(1.0, 0.0, 1.0, 2.0, 0.0, 1))
+    assert norms.model == 2.0
+    assert float((p - c).norm()) == pytest.approx(2.0)
