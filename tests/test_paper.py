@@ -12,7 +12,8 @@ from mpmath import mp
 
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, gaussian, guarantee, paper
 from expunge.errors import DomainError, InputError
-from expunge.group import log_group_factor
+from expunge.group import group_log_delta, log_group_factor
+from expunge.recipes import GroupDPSGD, NoisyDescent, Retraining, RewindToDelete
 
 DELTAS = (1e-12, 1e-5, 0.01, 0.5)
 
@@ -208,3 +209,75 @@ def test_bad_sizes_are_one_sentence() -> None:
         paper.epsilon_from_renyi(-1.0, 1e-5)
     with pytest.raises(InputError, match=r"learning_rate \* grad_clip is 0\.0"):
         paper.tables_steps(GradientClipping(1.0, 0.0, 0.1, 1.0, 1, 0.0))
+
+
+# The other systems of the paper's comparison table. Linear losses with gradients +G for the
+# forgotten and -G for the retained examples attain every inequality: the laws are known exactly.
+PROBLEM = {
+    "learning_rate": 0.3,
+    "gradient_bound": 2.0,
+    "smoothness": 0.0,
+    "strong_convexity": 0.5,
+    "examples": 50,
+    "group_size": 5,
+}
+
+
+def descend(x: float, steps: int, *, retained_only: bool) -> float:
+    eta, m, G = 0.3, 0.5, 2.0
+    mean_gradient = -G if retained_only else -G + 2 * G * 5 / 50
+    for _ in range(steps):
+        x = x - eta * (mean_gradient + m * x)
+    return x
+
+
+@pytest.mark.parametrize(("T", "K"), [(1, 1), (20, 1), (3, 40)])
+def test_noisy_descent_is_exact_on_linear_losses(T: int, K: int) -> None:
+    sigma = 0.2
+    on_all = descend(descend(0.0, T, retained_only=False), K, retained_only=True)
+    on_retained = descend(0.0, T + K, retained_only=True)
+    variance = sigma**2 * sum((1 - 0.3 * 0.5) ** (2 * j) for j in range(T + K))
+    recipe = NoisyDescent(**PROBLEM, noise_std=sigma, train_steps=T, steps=K)  # pyright: ignore[reportArgumentType]
+    exact = abs(on_all - on_retained) / math.sqrt(variance)
+    certified = guarantee(recipe, delta=1e-5).mu
+    assert certified is not None
+    assert exact * (1 - 1e-12) <= certified <= exact * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("T", "K"), [(2, 1), (20, 5), (30, 30)])
+def test_rewind_to_delete_is_exact_on_linear_losses(T: int, K: int) -> None:
+    sigma = 0.2
+    checkpoint = descend(0.0, T - K, retained_only=False)
+    distance = abs(descend(checkpoint, K, retained_only=True) - descend(0.0, T, retained_only=True))
+    recipe = RewindToDelete(**PROBLEM, noise_std=sigma, train_steps=T, steps=K)  # pyright: ignore[reportArgumentType]
+    certified = guarantee(recipe, delta=1e-5).mu
+    assert certified is not None
+    assert distance / sigma * (1 - 1e-12) <= certified <= distance / sigma * (1 + 1e-9)
+
+
+def test_without_convexity_the_noise_of_rewinding_is_exponential_in_the_smoothness() -> None:
+    def log_mu(smoothness: float) -> float:
+        problem = PROBLEM | {"smoothness": smoothness, "convex": False}
+        recipe = RewindToDelete(**problem, noise_std=1.0, train_steps=100, steps=50)  # pyright: ignore[reportArgumentType]
+        found = guarantee(recipe, delta=1e-5).mu
+        assert found is not None
+        return math.log(found)
+
+    growth = log_mu(3.0) - log_mu(1.0)
+    assert growth > 90 * math.log((1 + 0.3 * 3.5) / (1 + 0.3 * 1.5))
+
+
+def test_retraining_certifies_zero_and_zero() -> None:
+    assert guarantee(Retraining(), delta=1e-5).epsilon == 0.0
+    assert guarantee(Retraining(), epsilon=0.0).delta == 0.0
+
+
+@pytest.mark.parametrize(("sigma", "steps"), [(3.0, 1), (10.0, 100)])
+@pytest.mark.parametrize("delta", [1e-3, 1e-8, 1e-20])
+def test_dp_sgd_on_full_batches_is_the_gaussian_mechanism(
+    sigma: float, steps: int, delta: float
+) -> None:
+    mu = math.sqrt(steps) / sigma
+    epsilon = float(gaussian.epsilon(mu, delta))
+    certified = math.exp(group_log_delta(GroupDPSGD(1.0, sigma, 1.0, steps, 1), epsilon))
+    assert theta(epsilon, mu) <= certified <= 12 * delta
