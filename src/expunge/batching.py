@@ -70,7 +70,8 @@ class Batches:
                 x, y = self.inputs[start : start + size], self.targets[start : start + size]
             else:
                 chosen = order[start : start + size]
-                x, y = self.inputs[chosen], self.targets[chosen.to(self.targets.device)]
+                x = self.inputs.index_select(0, chosen)
+                y = self.targets.index_select(0, chosen.to(self.targets.device))
             if self.augment is not None and self.generator is not None:
                 x = self.augment(x, self.generator)
             yield (x if self.prepare is None else self.prepare(x)), y

@@ -40,6 +40,12 @@ def save_checkpoint(
     save_weights(path, tensors, {"expunge": json.dumps(about, sort_keys=True)})
 
 
+def remove_leftovers(path: Path) -> None:
+    """Delete what a killed run left of half-written checkpoints: private, and of no use."""
+    for leftover in path.parent.glob(f".{path.name}.*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+
 def load_checkpoint(path: Path, identity: Mapping[str, Any]) -> tuple[Progress, dict[str, Tensor]]:
     """Read what ``save_checkpoint`` wrote, if it is of this very run; else say what differs."""
     try:

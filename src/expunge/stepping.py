@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from expunge.batching import Cycle, LossFunction, compute_loss, count_examples, move_batch
 from expunge.buffers import reset_statistics
-from expunge.checkpoint import Progress, load_checkpoint, save_checkpoint
+from expunge.checkpoint import Progress, load_checkpoint, remove_leftovers, save_checkpoint
 from expunge.drawing import Drawing
 from expunge.errors import UnlearningError
 from expunge.noise import Noise
@@ -59,9 +59,11 @@ class Loop:
     def begin(self, path: Path | None, identity: dict[str, Any]) -> None:
         """x_0 = Π_{C0}(x̂) + N(0, σ0² I), or the state of the checkpoint."""
         reset_statistics(self.subject.model, self.subject.buffers)
-        if path is not None and path.exists():
-            self._load(path, identity)
-            return
+        if path is not None:
+            remove_leftovers(path)
+            if path.exists():
+                self._load(path, identity)
+                return
         self._take_key()
         match self.recipe:
             case OutputPerturbation(start_clip=radius, noise_std=sigma):
