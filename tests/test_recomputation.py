@@ -15,7 +15,7 @@ from expunge.recipes import (
     OutputPerturbation,
     Recipe,
 )
-from expunge.recomputation import list_restarts, recompute
+from expunge.recomputation import list_restarts, make_context, recompute, theta
 from handmade import GRADIENT
 
 positive = st.floats(0.01, 3.0)
@@ -112,3 +112,19 @@ def test_a_wrong_recomputation_would_be_seen() -> None:
 @pytest.mark.parametrize("steps", [1, 2, 1023, 1024, 1025, 9_766, 100_000, 3_000_001])
 def test_both_computations_restart_at_the_same_steps(steps) -> None:
     assert list_restarts(steps).tolist() == sorted(theorems._restarts(steps))
+
+
+@pytest.mark.parametrize(
+    ("r", "steps", "epsilon"),
+    [(4, 64, 1.0), (5, 150, 0.5), (6, 500, 3.0), (7, 400, 1e-6), (8, 200, 5.0), (20, 80, 50.0)],
+)
+def test_the_series_of_long_runs_is_the_recursion(r, steps, epsilon) -> None:
+    mp = make_context()
+    delta, expm1 = mp.mpf(1), mp.expm1(epsilon)
+    for _ in range(steps):
+        delta *= theta(mp, mp.log1p(expm1 / delta), mp.mpf(r))
+    recipe = ModelClipping(
+        model_clip=r / 2, learning_rate=0.1, weight_decay=0.0, noise_std=1.0, steps=steps
+    )
+    _, delta_at = recompute(recipe, "retrained", Execution())
+    assert abs(delta_at(epsilon) / delta - 1) < 1e-28

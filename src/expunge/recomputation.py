@@ -13,9 +13,11 @@ retraining).
 from __future__ import annotations
 
 import decimal
+import functools
 import math
 from collections.abc import Callable
 from decimal import Decimal
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,8 @@ Array = npt.NDArray[np.float64]
 _DECIMAL = decimal.Context(
     prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation]
 )
+_LONG, _TERMS, _REACH = 64, 24, Decimal(1) / 16
+_SMALL, _TINY, _ENOUGH = Decimal("0.01"), Decimal("1e-45"), Decimal("1e-2000")
 # An mpmath number; the library has no types.
 Number = Any
 
@@ -78,6 +82,8 @@ def recompute(
 ) -> tuple[Number | None, Callable[[Number], Number]]:
     """μ, and δ as a function of ε in 50 digits, with the sampler's tail: δ + n (1 + e^ε) tail.
 
+    δ is remembered for every ε it was asked at.
+
     >>> from expunge.accounting import IDEAL
     >>> recipe = OutputPerturbation(start_clip=0.5, noise_std=2**-0.5)
     >>> mu, delta_at = recompute(recipe, "retrained", IDEAL)
@@ -88,6 +94,7 @@ def recompute(
     mu = recompute_mu(recipe, compared_to, execution)
     tail = n * mp.mpf(execution.tail_delta)
 
+    @functools.cache
     def delta_at(epsilon: Number) -> Number:
         epsilon = mp.mpf(epsilon)
         if isinstance(recipe, ModelClipping):
@@ -115,7 +122,7 @@ def theta(mp: MPContext, epsilon: Number, r: Number) -> Number:
         with mp.workdps(digits):
             first = _ndtr(mp, r / 2 - epsilon / r)
             value = first - mp.exp(epsilon) * _ndtr(mp, -r / 2 - epsilon / r)
-            if value > first * mp.mpf(10) ** (30 - digits):
+            if value > first * mp.mpf(10) ** (20 - digits):
                 return +value
         digits *= 2
 
@@ -270,10 +277,67 @@ def _model_clipping(
 
 def _mix(mp: MPContext, delta: Number, epsilon: Number, ratios: list[Number]) -> Number:
     expm1 = mp.expm1(epsilon)
-    for r in ratios:
+    for r, run in groupby(ratios):
+        steps = sum(1 for _ in run)
         if delta == 0 or r == 0:
             return mp.mpf(0)
-        if delta < mp.mpf(10) ** -2000:
-            break  # more steps only make it smaller
-        delta *= theta(mp, mp.log1p(expm1 / delta), r)
+        if steps >= _LONG and 1 <= r < mp.inf:
+            with decimal.localcontext(_DECIMAL):
+                delta = mp.mpf(str(_mix_long(mp, delta, expm1, r, steps)))
+            continue
+        for _ in range(steps):
+            if delta < mp.mpf(10) ** -2000:
+                return delta  # more steps only make it smaller
+            delta *= theta(mp, mp.log1p(expm1 / delta), r)
     return delta
+
+
+def _mix_long(mp: MPContext, delta: Number, expm1: Number, r: Number, steps: int) -> Decimal:
+    """Many equal steps: θ along its Taylor series in y = log γ, expanded anew every 1/16.
+
+    γ' = 1 + (γ - 1)/θ gives y' = y + log(γ'/γ). The remainder is below 1e-30 (r ≥ 1).
+    """
+    δ, excess = Decimal(str(delta)), Decimal(str(expm1 / delta))
+    y = Decimal(str(mp.log1p(expm1 / delta)))
+    node, series = y, _expand(mp, y, r)
+    for _ in range(steps):
+        if abs(y - node) > _REACH:
+            if δ < _ENOUGH:
+                break
+            node, series = y, _expand(mp, y, r)
+        z, value = y - node, Decimal(0)
+        for coefficient in series:
+            value = value * z + coefficient
+        δ *= value
+        grown = excess / value
+        y += _log1p((grown - excess) / (1 + excess))
+        excess = grown
+    return δ
+
+
+def _expand(mp: MPContext, y: Decimal, r: Number) -> list[Decimal]:
+    """Taylor coefficients of y ↦ θ_y(r), highest first.
+
+    With B = e^y Φ(-r/2 - y/r) and p = φ(r/2 - y/r):  θ' = -B,  B' = B - p/r,  p' = p (r/2 - y/r)/r.
+    """
+    at = mp.mpf(str(y))
+    q = r / 2 - at / r
+    p, before, B = mp.npdf(q), mp.mpf(0), mp.exp(at) * _ndtr(mp, -r / 2 - at / r)
+    found = [theta(mp, at, r)]
+    for n in range(1, _TERMS):
+        found.append(-B / n)
+        B = (B - p / r) / n
+        p, before = (q * p - before / r) / (r * n), p
+    return [Decimal(str(coefficient)) for coefficient in reversed(found)]
+
+
+def _log1p(x: Decimal) -> Decimal:
+    """log(1 + x) = 2 artanh(x/(2 + x)), whose series is fast where steps are small."""
+    if x > _SMALL:
+        return (1 + x).ln()
+    s = x / (2 + x)
+    square, power, total, k = s * s, s, Decimal(0), 1
+    while power > _TINY:
+        total += power / k
+        power, k = power * square, k + 2
+    return 2 * total

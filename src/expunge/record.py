@@ -221,7 +221,8 @@ class RunRecord:
         """Plain data, ready for JSON; infinity is written as the string "inf"."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["recipe"] = recipes.to_dict(self.recipe)
-        for name in ("execution", "trace", "forget", "retain", "finetune"):
+        plain["trace"] = {f.name: getattr(self.trace, f.name) for f in fields(self.trace)}
+        for name in ("execution", "forget", "retain", "finetune"):
             plain[name] = None if plain[name] is None else asdict(plain[name])
         return {"format": FORMAT} | cast(dict[str, Any], encode(plain))
 

@@ -8,6 +8,7 @@ cannot be read is a :class:`CertificateError` (exit code 2).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,11 +147,13 @@ def _check_derived(certificate: Certificate) -> list[str]:
 def _check_numbers(certificate: Certificate) -> list[str]:
     """Every ε, μ and probability against 50 digits: never below, and not needlessly above."""
     c, found = certificate, list[str]()
+    recompute_once = functools.cache(recompute)
+    method, ideal = c.method, Execution(releases=c.releases)
     sides: list[tuple[ComparedTo, Any]] = [("retrained", c.retrained), ("centre", c.centre)]
     for side, bound in sides:
         if bound is None:
             continue
-        mu, delta_at = recompute(c.method, side, c.execution)
+        mu, delta_at = recompute_once(method, side, c.execution)
         found += _check_epsilon(f"{side}.epsilon", bound.epsilon, c.delta, delta_at)
         if (mu is None) != (bound.mu is None):
             found.append(f"{side}.mu is {bound.mu!r}; it must be {mu}")
@@ -160,9 +163,9 @@ def _check_numbers(certificate: Certificate) -> list[str]:
             found += _check_value("survival_bound", c.survival_bound, delta_at(0))
     if c.centre is None:
         found += _check_value("survival_bound", c.survival_bound, 0)
-    ideal = recompute(c.method, c.compared_to, Execution(releases=c.releases))[1]
+    _, delta_at = recompute_once(method, c.compared_to, ideal)
     claimed = c.finite_precision.ideal_epsilon
-    return found + _check_epsilon("finite_precision.ideal_epsilon", claimed, c.delta, ideal)
+    return found + _check_epsilon("finite_precision.ideal_epsilon", claimed, c.delta, delta_at)
 
 
 def _check_epsilon(
