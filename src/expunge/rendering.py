@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import math
 from collections.abc import Mapping
 from typing import Any, cast
 
 from expunge.accounting import Guarantee
 from expunge.planning import Plan
-from expunge.recipes import Recipe, to_dict
+from expunge.recipes import ModelClipping, Recipe, to_dict
 
 COMPARISONS = {
     "retrained": "the same run from a model retrained without the forget data",
@@ -50,18 +51,32 @@ def plan_to_dict(found: Plan) -> dict[str, Any]:
     return to_plain(found) | {"candidates": candidates}
 
 
-def format_number(value: Any) -> str:
-    """Up to eight significant digits; schedules as their range.
+def format_exact(value: Any) -> str:
+    """A recipe's value, which must survive being pasted back; schedules as their range.
 
-    >>> format_number(0.074612701), format_number((0.1, 0.2, 0.3))
-    ('0.074612701', '0.1 … 0.3 (3 values)')
+    >>> format_exact(0.14915065275996015), format_exact((0.1, 0.2, 0.3))
+    ('0.14915065275996015', '0.1 … 0.3 (3 values)')
     """
     if isinstance(value, list | tuple):
         values = cast(list[float], value)
-        return f"{min(values):.8g} … {max(values):.8g} ({len(values)} values)"
-    if isinstance(value, float):
-        return f"{value:.8g}"
-    return "–" if value is None else str(value)
+        return f"{min(values)!r} … {max(values)!r} ({len(values)} values)"
+    return str(value)
+
+
+def format_up(value: float | None, digits: int = 8) -> str:
+    """A claim, rounded to the safe side: never less than it is.
+
+    >>> format_up(6.57300578736), format_up(1e-5), format_up(None)
+    ('6.5730058', '1e-05', '–')
+    >>> format_up(0.28621071)
+    '0.28621071'
+    """
+    if value is None:
+        return "–"
+    if not math.isfinite(value):
+        return str(value)
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    return f"{float(context.create_decimal(repr(value))):.{digits}g}"
 
 
 def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
@@ -76,7 +91,7 @@ def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
     )
     for key, value in to_dict(recipe).items():
         if key != "method" and value is not None:
-            made.add_row(key, format_number(value))
+            made.add_row(key, format_exact(value))
     console.print(made)
     table = Table(box=SIMPLE, title="certifies", title_justify="left")
     for name in ("compared to", "epsilon", "delta", "mu"):
@@ -84,17 +99,19 @@ def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
     for name, bound in (("retrained", found.retrained), ("centre", found.centre)):
         if bound is not None:
             mark = " ←" if name == found.compared_to else ""
-            numbers = map(format_number, (bound.epsilon, bound.delta, bound.mu))
+            numbers = map(format_up, (bound.epsilon, bound.delta, bound.mu))
             table.add_row(name + mark, *numbers)
     console.print(table)
     for name, meaning in COMPARISONS.items():
         if name == "retrained" or found.centre is not None:
             console.print(f"  {name}: indistinguishable from {meaning}")
+    if isinstance(recipe, ModelClipping):
+        console.print("  (for the centre: its first step is the centre plus that step's noise)")
     console.print(f"  by {found.theorem}")
     if found.survival_bound is not None:
         console.print(
-            f"  survival bound {found.survival_bound:.6g}: no event about the new model differs "
-            "by more in probability from runs that never saw the old model"
+            f"  survival bound {format_up(found.survival_bound, 6)}: no event about the new model "
+            "differs by more in probability from runs that never saw the old model"
         )
     if math.isinf(found.epsilon):
         console.print("  This is no guarantee: epsilon is infinite.")
@@ -128,7 +145,7 @@ def print_plan(found: Plan) -> None:
     console.print(table)
     for candidate in found.candidates:
         fields = to_dict(candidate.recipe)
-        values = [f"{k}={format_number(v)}" for k, v in fields.items() if v and k != "method"]
+        values = [f"{k}={format_exact(v)}" for k, v in fields.items() if v and k != "method"]
         if values:
             console.print(f"  {candidate.method}: " + ", ".join(values))
     console.print("\n" + found.advice)
