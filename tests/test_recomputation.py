@@ -116,7 +116,7 @@ def test_both_computations_restart_at_the_same_steps(steps) -> None:
 
 @pytest.mark.parametrize(
     ("r", "steps", "epsilon"),
-    [(4, 64, 1.0), (5, 150, 0.5), (6, 500, 3.0), (7, 400, 1e-6), (8, 200, 5.0), (20, 80, 50.0)],
+    [(4, 330, 1e-6), (5, 190, 0.5), (6, 255, 3.0), (7, 400, 1e-6), (8, 99, 5.0), (20, 80, 50.0)],
 )
 def test_the_series_of_long_runs_is_the_recursion(r, steps, epsilon) -> None:
     mp = make_context()
