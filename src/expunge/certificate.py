@@ -175,6 +175,19 @@ def certify(
 
     ``parent`` is the certificate of the model this run started from, when that model was itself
     unlearned: its released weights must be the record's ``weights_before``.
+
+    >>> from expunge.record import Trace
+    >>> record = RunRecord(
+    ...     recipe=recipes.OutputPerturbation(start_clip=0.01, noise_std=0.0746128),
+    ...     parameters=1, grid=2.0**-30, execution=Execution(),
+    ...     noise={"source": "seeded", "generator": "AES-256-CTR", "releasable": False, "seed": 0},
+    ...     noise_keys=1, trace=Trace((0,), (0.0746128,), (0,), (1,), (0.009,), (0.05,), (False,)),
+    ...     gradient_evaluations=0, weights_before="a" * 64, weights_noisy="b" * 64,
+    ...     weights_after="b" * 64, device="cpu", dtype="float32",
+    ...     created="2025-11-15T22:00:00+00:00")
+    >>> certificate = certify(record, delta=1e-5)
+    >>> round(certificate.epsilon, 4), certificate.compared_to, certificate.releasable
+    (1.0, 'retrained', False)
     """
     check_delta(delta)
     problems = [*find_contradictions(record), *_find_broken_links(record, parent)]

@@ -164,6 +164,14 @@ class RunRecord:
     ``weights_after`` all tensors of the released file. ``frozen`` and ``centre`` are the public
     ones. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model", or
     "centre" for the control that never saw the old model.
+
+    >>> record = RunRecord(
+    ...     recipe=recipes.Retraining(), parameters=3, grid=0.0, execution=Execution(),
+    ...     noise={"source": "none"}, noise_keys=0, trace=Trace(), gradient_evaluations=640,
+    ...     weights_before="a" * 64, weights_noisy="b" * 64, weights_after="b" * 64,
+    ...     device="cpu", dtype="float32", created="2025-11-15T22:00:00+00:00")
+    >>> RunRecord.from_dict(record.to_dict()) == record
+    True
     """
 
     recipe: Recipe

@@ -44,6 +44,11 @@ def verify(
     ``public_key`` (PEM bytes or file) is the key it must be signed with; a signature is checked
     against the key it names in any case. ``parent`` is the certificate it is chained to, and
     ``record`` the operator's run record, checked step by step against it.
+
+    >>> verify("run/certificate.json")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.CertificateError: certificate run/certificate.json is not a file that can be...
     """
     path = Path(certificate)
     raw = read_limited(path, MAX_BYTES, "certificate")
