@@ -24,7 +24,7 @@ from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
 from expunge.record import Trace
 from expunge.subject import Subject
-from expunge.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Update, clip_factor
+from expunge.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Norms, Update
 
 OnStep = Callable[[int, nn.Module], object]
 
@@ -132,14 +132,19 @@ class Loop:
         batch = move_batch(cycle.take(), self.subject.device)
         gradients = compute_gradients(self.subject, batch, self.loss_fn)
         norm = self.vector.gradient_norm(gradients)
-        clip = clip_factor(norm, bound, self.vector.size)
+        clip = self.vector.clip_factor(norm, bound)
         update = Update(gamma, recipe.weight_decay, clip, radius, sigma, t + 1)
         norms = self.vector.step(gradients, update)
-        nonfinite = not math.isfinite(norm)
-        shown = 0.0 if nonfinite else norm
-        self.columns[t] = (gamma, sigma, shown, clip, norms.model, norms.noise, nonfinite)
+        self._note(update, norm, norms)
         self.gradient_evaluations += count_examples(batch)
         self.done = t + 1
+
+    def _note(self, update: Update, norm: float, norms: Norms) -> None:
+        gamma, sigma, clip = update.learning_rate, update.noise_std, update.clip
+        nonfinite = not math.isfinite(norm)
+        shown = 0.0 if nonfinite else norm
+        row = (gamma, sigma, shown, clip, norms.model, norms.noise, nonfinite)
+        self.columns[update.number - 1] = row
 
     def _take_key(self) -> None:
         if isinstance(self.vector, GridVector):

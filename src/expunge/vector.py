@@ -4,8 +4,9 @@ The vector is the module's trainable parameters in ``named_parameters`` order, t
 :class:`GridVector` keeps it as float64 whole numbers ``k`` with ``x = centre + grid · k`` and lets
 the module's parameters be that value rounded to their own dtype. :class:`FloatVector` is the run
 without noise: no grid, plain floating point. Everything a run does to the vector goes through
-``start``, ``gradient_norm``, ``step`` and ``state``/``load``, and everything that crosses
-coordinates through a sum of squares, so that a replicated or sharded vector can stand in.
+``start``, ``gradient_norm``, ``clip_factor``, ``step`` and ``state``/``load``, and everything that
+crosses coordinates through a sum of squares, so that a replicated or sharded vector can stand in,
+or the stack of many vectors that an audit runs (``expunge.stacking``).
 
 Norms are float64 sums with a proven margin (:func:`clip_factor`): after clipping, the true norm
 never exceeds the bound in exact arithmetic. Memory: ``k`` is two float32 vectors; all else is
@@ -142,9 +143,9 @@ class GridVector:
             k = chunk.cells.copy_(chunk.gather(self.parameters))
             if self._centre is not None:
                 k.sub_(chunk.gather(self._centre))
-            squares.append(torch.dot(k, k))
-        norm = _root(squares)
-        factor = clip_factor(norm, radius, self.size) / self.grid
+            squares.append(self._square(k))
+        norm = self._root(squares)
+        factor = self.clip_factor(norm, radius) / self.grid
         for chunk in self._chunks:
             chunk.cells.mul_(factor).trunc_().clamp_(-LARGEST_CELL, LARGEST_CELL)
             self._write(chunk)
@@ -154,10 +155,13 @@ class GridVector:
         """‖g‖ in float64; not finite if and only if some g_i is not (or overflows float64)."""
         squares: list[Tensor] = []
         for chunk in self._chunks:
-            g = chunk.gather(gradients)
-            squares.append(torch.dot(g, g))
+            squares.append(self._square(chunk.gather(gradients)))
         self._held = len(self._chunks) == 1
-        return _root(squares)
+        return self._root(squares)
+
+    def clip_factor(self, norm: float, bound: float) -> float:
+        """What brings a vector of this norm and of this length within ``bound``."""
+        return clip_factor(norm, bound, self.size)
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """k ← round(Π(ρ k - (γ/g) · clip · g)) + round(ξ/g), saturated; then the parameters."""
@@ -169,22 +173,20 @@ class GridVector:
             k = chunk.cells
             if update.decay != 1:
                 k.mul_(update.decay)
-            if alpha > 0:
-                k.add_(chunk.work if self._held else chunk.gather(gradients), alpha=-alpha)
+            self._descend(chunk, gradients, alpha)
             if not projected:
                 k.round_()
-            squares.append(torch.dot(k, k))
+            squares.append(self._square(k))
             if not projected:
                 noise += self._finish(chunk, update)
         self._held = False
-        norm = _root(squares) * self.grid
+        norm, factor = self._root(squares) * self.grid, 1.0
         if projected:
-            factor = clip_factor(norm, update.radius, self.size)
-            norm = norm * factor if factor > 0 else 0.0
+            factor = self.clip_factor(norm, update.radius)
             for chunk in self._chunks:
-                _ = chunk.cells.mul_(factor).trunc_() if factor > 0 else chunk.cells.zero_()
+                self._shrink(chunk.cells, factor)
                 noise += self._finish(chunk, update)
-        return Norms(min(norm, _LARGEST), math.sqrt(noise) * self.grid)
+        return self._tell(norm, factor, noise)
 
     def perturb(self, number: int, noise_std: float) -> Norms:
         """x ← x + N(0, σ² I): the start noise, or output perturbation's one draw."""
@@ -200,6 +202,27 @@ class GridVector:
         for chunk in self._chunks:
             self._write(chunk)
 
+    def _square(self, v: Tensor) -> Tensor:
+        return torch.dot(v, v)
+
+    def _root(self, squares: Sequence[Tensor]) -> float:
+        """The root of a sum of sums of squares; one transfer from the device."""
+        total = squares[0] if len(squares) == 1 else torch.stack(list(squares)).sum()
+        return math.sqrt(float(total))
+
+    def _descend(self, chunk: _Chunk, gradients: Sequence[Tensor], alpha: float) -> None:
+        if alpha > 0:
+            g = chunk.work if self._held else chunk.gather(gradients)
+            chunk.cells.add_(g, alpha=-alpha)
+
+    def _shrink(self, cells: Tensor, factor: float) -> None:
+        """Towards the centre; a vector whose norm overflowed goes to the centre itself."""
+        _ = cells.mul_(factor).trunc_() if factor > 0 else cells.zero_()
+
+    def _tell(self, norm: float, factor: float, noise: float) -> Norms:
+        norm = norm * factor if factor > 0 else 0.0
+        return Norms(min(norm, _LARGEST), math.sqrt(noise) * self.grid)
+
     def _finish(self, chunk: _Chunk, update: Update) -> float:
         """Add the noise, saturate, write the parameters; returns ‖noise‖² in cells."""
         squares = 0.0
@@ -207,7 +230,7 @@ class GridVector:
             assert self.drawing is not None
             drawn = self.drawing.take(update.number, chunk.start, chunk.stop)
             squares = float(np.dot(drawn, drawn))
-            chunk.cells.add_(torch.from_numpy(drawn).to(self.device))
+            chunk.cells.view(-1).add_(torch.from_numpy(drawn).to(self.device))
         chunk.cells.clamp_(-LARGEST_CELL, LARGEST_CELL)
         self._write(chunk)
         return squares
@@ -241,6 +264,10 @@ class FloatVector:
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """‖g‖ in float64."""
         return _norm(gradients)
+
+    def clip_factor(self, norm: float, bound: float) -> float:
+        """What brings a vector of this norm and of this length within ``bound``."""
+        return clip_factor(norm, bound, self.size)
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """x ← Π(x - γ (clip · g + λ (x - c))), in the parameters' own arithmetic."""
@@ -304,12 +331,6 @@ def _cut(cells: Tensor, shapes: Sequence[torch.Size]) -> list[_Chunk]:
                 chunks.append(_Chunk(start, position, cells[start:position], span, tuple(parts)))
                 start, parts = position, []
     return chunks
-
-
-def _root(squares: Sequence[Tensor]) -> float:
-    """The root of a sum of sums of squares; one transfer from the device."""
-    total = squares[0] if len(squares) == 1 else torch.stack(list(squares)).sum()
-    return math.sqrt(float(total))
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
