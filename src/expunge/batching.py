@@ -113,10 +113,10 @@ class Cycle:
             self.taken += 1
             return batch
         if self.taken == 0:
-            raise UnlearningError("retain_loader yields no batches; it must yield at least one")
+            raise UnlearningError("the loader yields no batches; it must yield at least one")
         if isinstance(self.loader, Iterator):
             raise UnlearningError(
-                f"retain_loader ended after {self.taken} batches and cannot be read again; "
+                f"the loader ended after {self.taken} batches and cannot be read again; "
                 "give a loader or list that can, or one batch per step"
             )
         self.taken = 0

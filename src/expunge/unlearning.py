@@ -10,6 +10,7 @@ as a :class:`~expunge.record.RunRecord`; what it guarantees follows from that re
 
 from __future__ import annotations
 
+import functools
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -95,7 +96,7 @@ def unlearn(
     (3, 6, 'system')
     """
     recipe = _check_recipe(recipe, start)
-    forget, retain = _commit_ids(
+    forget, retain = commit_disjoint(
         forget_ids, getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
     )
     Execution(releases=releases)
@@ -161,8 +162,14 @@ def unlearn(
 
 def list_versions() -> dict[str, str]:
     """The versions of what computed a run."""
+    return {"python": platform.python_version()} | dict(_read_versions())
+
+
+@functools.cache
+def _read_versions() -> tuple[tuple[str, str], ...]:
+    """Parsing what is installed takes longer than a small run: once per process is enough."""
     names = ("expunge", "torch", "numpy", "scipy", "cryptography", "mpmath")
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
+    return tuple((name, version(name)) for name in names)
 
 
 def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
@@ -175,7 +182,7 @@ def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
     return recipe if start == "model" else replace(recipe, start_clip=0.0)
 
 
-def _commit_ids(
+def commit_disjoint(
     forget_ids: Iterable[str | int] | None, retain_ids: Iterable[str | int] | None
 ) -> tuple[Commitment | None, Commitment | None]:
     """Commitments to both sets, which must be disjoint; identifiers are compared as text."""

@@ -1,0 +1,321 @@
+"""Training before the request and fine-tuning after the noise: SGD, one-cycle, batches in memory.
+
+Nothing here is certified by itself. Fine-tuning on retained data after the last noise is
+post-processing, so it costs nothing; ``fine_tune`` writes it into the record.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from expunge.batching import (
+    Augment,
+    Batches,
+    Cycle,
+    LossFunction,
+    compute_loss,
+    count_examples,
+    move_batch,
+)
+from expunge.errors import InputError, UnlearningError
+from expunge.progress import show_progress
+from expunge.randomness import untouched_random
+from expunge.record import FineTuning
+from expunge.unlearning import Run, commit_disjoint
+from expunge.weights import hash_weights
+
+ScheduleName = Literal["constant", "one-cycle"]
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+# The linear one-cycle schedule: (part of the steps, part of the peak), straight lines in between.
+_ONE_CYCLE = ((0.0, 1 / 25), (0.3, 1.0), (0.85, 1 / 25), (1.0, 1 / 25e4))
+
+
+@runtime_checkable
+class InMemory(Protocol):
+    """Samples in memory: :class:`expunge.tasks.samples.Samples`, or anything with both tensors."""
+
+    @property
+    def inputs(self) -> Tensor: ...
+
+    @property
+    def targets(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class TrainingLog:
+    """What ran: ``losses`` is the mean training loss of each pass through the data."""
+
+    optimizer: str
+    epochs: float
+    steps: int
+    learning_rate: float
+    batch_size: int
+    schedule: str
+    gradient_evaluations: int
+    losses: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy and mean loss over ``count`` examples."""
+
+    accuracy: float
+    loss: float
+    count: int
+
+
+def train(
+    model: nn.Module,
+    data: InMemory | Iterable[Any],
+    *,
+    epochs: float,
+    learning_rate: float,
+    batch_size: int = 128,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    schedule: ScheduleName = "constant",
+    optimizer: MakeOptimizer | None = None,
+    augment: Augment | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    loss_fn: LossFunction | None = cross_entropy,
+    generator: torch.Generator | None = None,
+    seed: int = 0,
+    progress: bool = False,
+) -> TrainingLog:
+    """Train the module's trainable parameters in place, in the train or eval mode it is in.
+
+    ``data`` is in memory (``inputs`` and ``targets``; then ``batch_size``, ``augment`` and
+    ``prepare`` apply, and the order comes from ``generator`` or ``seed``) or any loader.
+    ``optimizer(parameters)`` makes another torch optimizer than SGD; the schedule then scales its
+    own learning rates. ``epochs`` may be a fraction. Dropout draws from ``seed`` too; the global
+    random state is untouched.
+
+    >>> model = nn.Linear(2, 2)
+    >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
+    >>> log = train(model, batches, epochs=3, learning_rate=0.5)
+    >>> log.steps, log.losses[0] > log.losses[-1]
+    (3, True)
+    """
+    _check_numbers(epochs, learning_rate, batch_size, weight_decay, momentum)
+    loader = _make_loader(data, batch_size, augment, prepare, generator, seed)
+    length = _count_batches(loader)
+    steps = math.ceil(epochs * length - 1e-9)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise UnlearningError("the model has no trainable parameter; there is nothing to train")
+    optimizing = (
+        torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
+        if optimizer is None
+        else optimizer(parameters)
+    )
+    with untouched_random():
+        torch.manual_seed(seed)
+        cycle = Cycle(loader)
+        evaluations, losses = _descend(
+            model, cycle, optimizing, loss_fn, schedule, steps, length, progress
+        )
+    given = getattr(loader, "batch_size", None)
+    return TrainingLog(
+        optimizer=_describe(optimizing),
+        epochs=float(epochs),
+        steps=steps,
+        learning_rate=float(learning_rate),
+        batch_size=given if isinstance(given, int) else math.ceil(evaluations / max(steps, 1)),
+        schedule=schedule,
+        gradient_evaluations=evaluations,
+        losses=losses,
+    )
+
+
+def _descend(
+    model: nn.Module,
+    cycle: Cycle,
+    optimizer: torch.optim.Optimizer,
+    loss_fn: LossFunction | None,
+    schedule: ScheduleName,
+    steps: int,
+    length: int,
+    progress: bool,
+) -> tuple[int, tuple[float, ...]]:
+    """The steps themselves; returns examples seen, and the mean loss of each pass."""
+    base = [float(group["lr"]) for group in optimizer.param_groups]
+    device = cast(Tensor, optimizer.param_groups[0]["params"][0]).device
+    total = torch.zeros((), device=device)
+    losses, evaluations, passed = list[float](), 0, 0
+    for t in show_progress(range(steps), steps, "training", progress):
+        factor = schedule_factor(schedule, t, steps)
+        for group, rate in zip(optimizer.param_groups, base, strict=True):
+            group["lr"] = rate * factor
+        batch = cycle.take()
+        optimizer.zero_grad(set_to_none=True)
+        loss = compute_loss(model, move_batch(batch, device), loss_fn)
+        loss.backward()
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        total += loss.detach()
+        passed += 1
+        evaluations += count_examples(batch)
+        if passed == length or t + 1 == steps:
+            losses.append(float(total) / passed)
+            total, passed = torch.zeros_like(total), 0
+    optimizer.zero_grad(set_to_none=True)
+    return evaluations, tuple(losses)
+
+
+def fine_tune(
+    run: Run,
+    data: InMemory | Iterable[Any],
+    *,
+    ids: Iterable[str | int] | None = None,
+    forget_ids: Iterable[str | int] | None = None,
+    **options: Any,
+) -> Run:
+    """Train a copy of ``run.model`` on retained data and write it into the record.
+
+    ``options`` are those of :func:`train`. ``ids`` identify the data (default: ``data.ids``); they
+    are committed to, and must not meet ``forget_ids`` when both are known.
+
+    >>> from expunge import OutputPerturbation
+    >>> from expunge.unlearning import unlearn
+    >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
+    >>> run = unlearn(nn.Linear(2, 2), batches, OutputPerturbation(start_clip=1.0, noise_std=4.0))
+    >>> tuned = fine_tune(run, batches, epochs=2, learning_rate=0.1)
+    >>> tuned.record.finetune.optimizer, tuned.record.finetune.steps
+    ('SGD', 2)
+    """
+    if run.record.finetune is not None:
+        raise InputError("this run was fine-tuned already; fine-tune the run that unlearn returned")
+    known = getattr(data, "ids", None) if ids is None else ids
+    _, committed = commit_disjoint(forget_ids, known)
+    model = copy.deepcopy(run.model)
+    log = train(model, data, **options)
+    finetune = FineTuning(
+        optimizer=log.optimizer,
+        epochs=log.epochs,
+        steps=log.steps,
+        learning_rate=log.learning_rate,
+        batch_size=log.batch_size,
+        schedule=log.schedule,
+        gradient_evaluations=log.gradient_evaluations,
+        data=committed,
+    )
+    after = hash_weights(model.state_dict())
+    return Run(model, replace(run.record, finetune=finetune, weights_after=after))
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    batch_size: int = 4096,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    loss_fn: LossFunction = cross_entropy,
+) -> Evaluation:
+    """Accuracy and mean loss of a classifier in eval mode; the module's own mode is put back.
+
+    >>> evaluate(nn.Identity(), torch.eye(3), torch.tensor([0, 1, 0])).accuracy
+    0.6666666666666666
+    """
+    device = next((p.device for p in model.parameters()), inputs.device)
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    correct, total = 0, 0.0
+    try:
+        for x, y in Batches(inputs, targets, batch_size=batch_size, prepare=prepare):
+            output, y = cast(Tensor, model(x.to(device))), y.to(device)
+            correct += int((output.argmax(-1) == y).sum())
+            total += float(loss_fn(output, y)) * len(y)
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    count = len(inputs)
+    if count == 0:
+        raise InputError.of("number of inputs", 0, "at least 1")
+    return Evaluation(correct / count, total / count, count)
+
+
+def schedule_factor(schedule: ScheduleName, step: int, steps: int) -> float:
+    """The part of the peak learning rate at ``step`` of ``steps``.
+
+    Linear one-cycle: from 1/25 up to 1 at 30 % of the steps, down to 1/25 at 85 %, then to nothing.
+
+    >>> [round(schedule_factor("one-cycle", t, 10), 3) for t in (0, 3, 9)]
+    [0.04, 1.0, 0.027]
+    """
+    if schedule == "constant":
+        return 1.0
+    if schedule != "one-cycle":
+        raise InputError.of("schedule", schedule, "'constant' or 'one-cycle'")
+    u = step / max(steps, 1)
+    for (a, low), (b, high) in itertools.pairwise(_ONE_CYCLE):
+        if u <= b:
+            return low + (high - low) * (u - a) / (b - a)
+    return _ONE_CYCLE[-1][1]
+
+
+def _make_loader(
+    data: InMemory | Iterable[Any],
+    batch_size: int,
+    augment: Augment | None,
+    prepare: Callable[[Tensor], Tensor] | None,
+    generator: torch.Generator | None,
+    seed: int,
+) -> Iterable[Any]:
+    if isinstance(data, Batches) or not isinstance(data, InMemory):
+        if augment is not None or prepare is not None:
+            raise InputError("augment and prepare are for samples in memory; data is a loader")
+        return data
+    generator = torch.Generator().manual_seed(seed) if generator is None else generator
+    return Batches(
+        data.inputs,
+        data.targets,
+        batch_size=batch_size,
+        generator=generator,
+        augment=augment,
+        prepare=prepare,
+    )
+
+
+def _count_batches(loader: Iterable[Any]) -> int:
+    try:
+        length = len(cast(Any, loader))
+    except TypeError:
+        raise InputError("data has no length; give a loader or list that has one") from None
+    if length == 0:
+        raise InputError("data is empty; it must yield at least one batch")
+    return length
+
+
+def _check_numbers(
+    epochs: float, learning_rate: float, batch_size: int, weight_decay: float, momentum: float
+) -> None:
+    numbers = {
+        "epochs": epochs,
+        "learning_rate": learning_rate,
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+    }
+    for name, value in numbers.items():
+        if not 0 <= value < math.inf:
+            raise InputError.of(name, value, "a finite number >= 0")
+    if batch_size != int(batch_size) or batch_size < 1:
+        raise InputError.of("batch_size", batch_size, "a whole number >= 1")
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> str:
+    """The optimizer's name and what is not zero among its usual settings."""
+    group = optimizer.param_groups[0]
+    names = ("momentum", "weight_decay", "betas")
+    settings = [f"{name}={group[name]}" for name in names if group.get(name)]
+    return type(optimizer).__name__ + (f"({', '.join(settings)})" if settings else "")
