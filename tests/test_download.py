@@ -224,14 +224,15 @@ def test_the_data_folder_is_root_then_the_variable_then_the_cache(
 
 
 def test_no_bar_is_drawn_unless_stderr_is_a_terminal(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with download.show_progress("work", 3) as advance:
-        advance(3)
+    download.fetch([server.url("good")], tmp_path / "quiet.bin", CHECKSUM)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with download.show_progress("work", 3, bytes_=True) as advance:
-        advance(3)
+    download.fetch([server.url("good")], tmp_path / "shown.bin", CHECKSUM)
     out, err = capsys.readouterr()
     assert out == ""
-    assert "work" in err
+    assert "shown.bin" in err

@@ -82,17 +82,27 @@ def apply(augmentation: Augmentation, images: Tensor, draws: Draws) -> Tensor:
 
 
 def _crop_and_flip(images: Tensor, padding: int, draws: Draws) -> Tensor:
-    """out[n, c, y, x] = padded[n, c, y + down_n, right_n + (W-1-x if flip_n else x)]."""
+    """out[n, c, y, x] = padded[n, c, y + down_n, right_n + (W-1-x if flip_n else x)].
+
+    Once an image has been mirrored and framed, each row of its crop is one run of W pixels in
+    memory, so that all runs are copied by one ``index_select``. In a mirrored image the runs start
+    at 2·padding - right_n.
+    """
     n, channels, height, width = images.shape
     device = images.device
-    offsets, flips = draws.offsets.to(device), draws.flips.to(device)
-    padded = functional.pad(images, (padding,) * 4)
-    columns = torch.arange(width, device=device)
-    rows = offsets[:, :1] + torch.arange(height, device=device)
-    columns = offsets[:, 1:] + torch.where(flips[:, None], width - 1 - columns, columns)
-    places = rows[:, :, None] * padded.shape[3] + columns[:, None, :]
-    places = places.view(n, 1, height * width).expand(n, channels, height * width)
-    return padded.flatten(2).gather(2, places).view(images.shape)
+    (down, right), flips = draws.offsets.to(device).T, draws.flips.to(device)
+    numbers = torch.arange(n, device=device)
+    turned = torch.cat((images, images.flip(3))).index_select(0, numbers + n * flips)
+    framed = functional.pad(turned, (padding,) * 4).contiguous()
+    line = width + 2 * padding
+    plane = line * (height + 2 * padding)
+    right = torch.where(flips, 2 * padding - right, right)
+    corners = numbers * (channels * plane) + down * line + right
+    planes = torch.arange(channels, device=device) * plane
+    lines = torch.arange(height, device=device) * line
+    starts = corners[:, None, None] + planes[:, None] + lines
+    runs = framed.as_strided((max(framed.numel() - width + 1, 0), width), (1, 1))
+    return runs.index_select(0, starts.flatten()).view(images.shape)
 
 
 def _rotate(images: Tensor, angles: Tensor) -> Tensor:

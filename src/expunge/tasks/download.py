@@ -95,34 +95,6 @@ def unpack(archive: Path, members: Mapping[str, str], folder: Path) -> None:
         raise InputError(f"{archive} cannot be unpacked: {error}") from error
 
 
-@contextmanager
-def show_progress(
-    description: str, total: int | None, *, done: int = 0, bytes_: bool = False
-) -> Generator[Callable[[int], None]]:
-    """A bar on stderr while the block runs; nothing at all when stderr is not a terminal.
-
-    >>> with show_progress("features", 10) as advance:
-    ...     advance(10)
-    """
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich import progress
-    from rich.console import Console
-
-    counts = (
-        (progress.DownloadColumn(), progress.TransferSpeedColumn())
-        if bytes_
-        else (progress.MofNCompleteColumn(),)
-    )
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), *counts)
-    with progress.Progress(
-        *columns, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True
-    ) as bar:
-        task = bar.add_task(description, total=total, completed=done)
-        yield lambda step: bar.advance(task, step)
-
-
 def _try_places(
     urls: Sequence[str],
     part: BufferedRandom,
@@ -185,13 +157,35 @@ def _receive(url: str, part: BufferedRandom, name: str, timeout: float) -> None:
             part.truncate(0)
         length = response.headers.get("Content-Length")
         total = start + int(length) if length and length.isdigit() else None
-        with show_progress(name, total, done=start, bytes_=True) as advance:
+        with _show_transfer(name, total, start) as advance:
             while block := response.read(CHUNK):
                 part.write(block)
                 advance(len(block))
         size = part.seek(0, os.SEEK_END)
         if total is not None and size < total:
             raise ConnectionError(f"stopped after {size} of {total} bytes")
+
+
+@contextmanager
+def _show_transfer(name: str, total: int | None, done: int) -> Generator[Callable[[int], None]]:
+    """A bar on stderr while the block runs; nothing at all when stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich import progress
+    from rich.console import Console
+
+    with progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        task = bar.add_task(name, total=total, completed=done)
+        yield lambda step: bar.advance(task, step)
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from expunge.errors import InputError
-from expunge.tasks.download import data_folder, fetch, show_progress
+from expunge.progress import show_progress
+from expunge.tasks.download import data_folder, fetch
 from expunge.tasks.networks import ResNet18
 from expunge.tasks.samples import Samples, Task, normalise
 from expunge.weights import hash_weights, save_weights
@@ -235,10 +236,10 @@ def _compute(
 ) -> Tensor:
     backbone.module.to(device)
     parts: list[Tensor] = []
-    with show_progress(f"{backbone.name} features", len(samples)) as advance:
-        for batch in samples.inputs.split(batch_size):
-            parts.append(backbone(batch.to(device)).float().cpu())
-            advance(len(batch))
+    starts = range(0, len(samples), batch_size)
+    for start in show_progress(starts, len(samples), f"{backbone.name} features"):
+        batch = samples.inputs[start : start + batch_size]
+        parts.append(backbone(batch.to(device)).float().cpu())
     return torch.cat(parts)
 
 

@@ -11,6 +11,7 @@ import csv
 import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -61,8 +62,8 @@ class Samples:
         """The samples at these positions, in this order."""
         places = torch.as_tensor(indices, dtype=torch.int64)
         return Samples(
-            self.inputs[places.to(self.inputs.device)],
-            self.targets[places.to(self.targets.device)],
+            self.inputs.index_select(0, places.to(self.inputs.device)),
+            self.targets.index_select(0, places.to(self.targets.device)),
             self.ids[places.cpu().numpy()],
         )
 
@@ -105,13 +106,21 @@ def normalise(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
         )
     if min(std) <= 0:
         raise InputError.of("std", tuple(std), "numbers > 0")
-    shape = (-1,) + (1,) * max(inputs.ndim - 2, 0)
     unit = 255.0 if inputs.dtype == torch.uint8 else 1.0
-    centre = torch.tensor(mean, dtype=torch.float64)
-    width = torch.tensor(std, dtype=torch.float64)
-    scale = (1 / (unit * width)).float().to(inputs.device).view(shape)
-    shift = (-centre / width).float().to(inputs.device).view(shape)
+    scale, shift = _scale_and_shift(tuple(mean), tuple(std), unit, inputs.ndim, inputs.device)
     return inputs.to(torch.float32, copy=True).mul_(scale).add_(shift)
+
+
+@lru_cache(maxsize=32)
+def _scale_and_shift(
+    mean: tuple[float, ...], std: tuple[float, ...], unit: float, ndim: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """1/(unit · std) and -mean/std, shaped to go with the channels."""
+    shape = (-1,) + (1,) * max(ndim - 2, 0)
+    with torch.inference_mode(False):
+        scale = torch.tensor([1 / (unit * s) for s in std], device=device)
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
+        return scale.view(shape), shift.view(shape)
 
 
 def number_ids(prefix: str, positions: npt.NDArray[np.int64], width: int = 5) -> Ids:
