@@ -2,6 +2,7 @@
 
 import copy
 import math
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -97,3 +98,13 @@ def flatten(model) -> torch.Tensor:
 def equal(first, second) -> bool:
     a, b = first.state_dict(), second.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@contextmanager
+def without_onednn():
+    """Some virtual machines announce bfloat16 instructions that they do not have."""
+    torch.backends.mkldnn.set_flags(False, None, None)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(True, None, None)
