@@ -9,6 +9,7 @@ TESTS ?=
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships with a dependency
+	@rm -rf runs/demo
 	$(BIN)/expunge demo --out runs/demo
 
 test: $(VENV)/.development  ## all tests and doctests, warnings as errors

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         RewindToDelete,
     )
     from expunge.record import RunRecord, commit, opens
+    from expunge.training import Evaluation, TrainingLog, evaluate, fine_tune, train
     from expunge.unlearning import Run, unlearn
     from expunge.verification import verify, verify_chain
 
@@ -52,6 +53,7 @@ __all__ = [
     "Certificate",
     "CertificateError",
     "DomainError",
+    "Evaluation",
     "Execution",
     "ExpungeError",
     "GradientClipping",
@@ -68,14 +70,18 @@ __all__ = [
     "RunRecord",
     "SeededNoise",
     "SystemNoise",
+    "TrainingLog",
     "UnlearningError",
     "VerificationError",
     "calibrate",
     "certify",
     "commit",
+    "evaluate",
+    "fine_tune",
     "guarantee",
     "opens",
     "plan",
+    "train",
     "unlearn",
     "verify",
     "verify_chain",
@@ -106,12 +112,15 @@ _HOMES = {
         "RewindToDelete",
     ),
     "record": ("RunRecord", "commit", "opens"),
+    "training": ("Evaluation", "TrainingLog", "evaluate", "fine_tune", "train"),
     "unlearning": ("Run", "unlearn"),
     "verification": ("verify", "verify_chain"),
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "tasks":
+        return importlib.import_module("expunge.tasks")
     for home, names in _HOMES.items():
         if name in names:
             value = getattr(importlib.import_module(f"expunge.{home}"), name)
