@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from expunge.accounting import Bound, Execution, Guarantee, guarantee
+    from expunge.batching import Batches
     from expunge.calibration import calibrate
     from expunge.certificate import Certificate, certify
+    from expunge.directory import write_run
     from expunge.errors import (
         CalibrationError,
         CertificateError,
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batches",
     "Bound",
     "CalibrationError",
     "Candidate",
@@ -85,12 +88,15 @@ __all__ = [
     "unlearn",
     "verify",
     "verify_chain",
+    "write_run",
 ]
 
 _HOMES = {
     "accounting": ("Bound", "Execution", "Guarantee", "guarantee"),
+    "batching": ("Batches",),
     "calibration": ("calibrate",),
     "certificate": ("Certificate", "certify"),
+    "directory": ("write_run",),
     "errors": (
         "CalibrationError",
         "CertificateError",
