@@ -72,6 +72,8 @@ def copy_subject(
         raise UnlearningError(
             f"the trainable parameters are on {', '.join(devices)}; they must be on one device"
         )
+    if devices[0].startswith("mps"):
+        raise UnlearningError("the grid needs float64, which mps does not have; pass device='cpu'")
     frozen = [name for name, p in copied.named_parameters() if not p.requires_grad]
     return Subject(
         model=copied,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -100,6 +101,8 @@ def unlearn(
         forget_ids, getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
     )
     Execution(releases=releases)
+    if parent is not None and not re.fullmatch("[0-9a-f]{64}", parent):
+        raise InputError.of("parent", parent, "the 64 hexadecimal digits of a certificate's hash")
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists() and not resume:
         raise InputError(f"checkpoint {path} exists already; pass resume=True or another path")

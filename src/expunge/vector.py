@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +32,7 @@ _TINY = 2.0**-530
 _LARGEST = 1e308
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """One step of the recipe, as the vector sees it.
 
     ``x - c ← Π_radius(decay · (x - c) - rate · gradient) + N(0, noise_std² I)``; ``rate`` includes
@@ -56,8 +56,7 @@ class Update:
         return self.learning_rate * self.clip
 
 
-@dataclass(frozen=True)
-class Norms:
+class Norms(NamedTuple):
     """‖x - c‖ after the clips and before the noise, and ‖ξ‖ as it was drawn."""
 
     model: float
