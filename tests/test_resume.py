@@ -135,3 +135,44 @@ def test_damaged_checkpoints_are_refused(tmp_path, damage):
 def test_folder_must_exist(tmp_path):
     with pytest.raises(InputError, match="folder that exists"):
         go(GRADIENT, tmp_path / "missing" / "state")
+
+
+def test_resumed_run_sees_the_rest_of_a_shuffled_pass(tmp_path):
+    x, y = (torch.cat(t) for t in zip(*make_batches(), strict=True))
+    samples = torch.utils.data.TensorDataset(x, y)
+
+    def run(path, stop, **options):
+        seen = []
+
+        def loss(output, target):
+            seen.append(target.tolist())
+            return cross_entropy(output, target)
+
+        def on_step(done, _):
+            if done == stop:
+                raise StopError
+
+        loader = torch.utils.data.DataLoader(samples, batch_size=5, shuffle=True)
+        torch.manual_seed(3)
+        try:
+            unlearn(
+                make_mlp(dropout=0.5),
+                loader,
+                GRADIENT,
+                loss_fn=loss,
+                noise=SeededNoise(0),
+                checkpoint=path,
+                checkpoint_seconds=0.0,
+                on_step=on_step,
+                **options,
+            )
+        except StopError:
+            seen.pop()  # the step that was stopped before it was saved
+        return seen
+
+    whole = run(tmp_path / "whole", None)
+    first = run(tmp_path / "state", 6)
+    torch.manual_seed(99)
+    rest = run(tmp_path / "state", None, resume=True)
+    assert [len(batch) for batch in whole] == [5, 5, 5, 5, 4, 5, 5]
+    assert first + rest == whole

@@ -434,3 +434,14 @@ def test_on_step_sees_every_step():
     go(on_step=lambda done, model: seen.append((done, flatten(model).sum().item())))
     assert [done for done, _ in seen] == list(range(1, 8))
     assert len({value for _, value in seen}) == 7
+
+
+def test_progress_goes_to_a_terminal_only(monkeypatch, capsys):
+    go(progress=True)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    shown = go(progress=True)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "unlearning" in captured.err
+    assert equal(shown.model, go().model)
