@@ -166,6 +166,24 @@ def test_the_public_page_is_a_function_of_what_may_be_published() -> None:
     assert "Public version" in expected
 
 
+def test_another_run_of_the_same_method_is_not_taken_for_this_one() -> None:
+    certificate = certify(make_record(), delta=1e-5)
+    rows = [
+        {"stage": "before", "arm": "old model", "test": 0.9512},
+        {"stage": "after noise", "arm": "gradient-clipping", "test": 0.1234},
+        {"stage": "after noise", "arm": "around public centre", "test": 0.8771},
+    ]
+    metrics = {"stages": rows, "arm": "around public centre"}
+    public = render_report(None, certificate, metrics, public=True)
+    assert "87.7 %" in public
+    assert "12.3 %" not in public
+    assert "95.1 %" not in public
+    operator = render_report(make_record(), certificate, metrics)
+    drawn = re.search(r"On test data: [^<]*", operator)
+    assert drawn is not None
+    assert drawn[0] == "On test data: before 95.1 %, after noise 87.7 %."
+
+
 def test_several_rows_for_one_stage_are_several_runs_and_not_published() -> None:
     certificate = certify(make_record(), delta=1e-5)
     rows = [{"stage": "after noise", "test": 0.1234}, {"stage": "after noise", "test": 0.2345}]
@@ -250,6 +268,12 @@ def test_audit_figures_and_contradiction() -> None:
     assert "made for another claim" in fine
     wrong = render_report(record, certificate, {}, {"epsilon_lower": certificate.epsilon * 1.01})
     assert "The audit contradicts the certificate" in wrong
+    told = {"epsilon_lower": 0.1, "contradicts": True, "verdict": "repeated noise"}
+    assert "contradicts the certificate: repeated noise" in render_report(
+        record, certificate, {}, told
+    )
+    smaller = {"epsilon_lower": certificate.epsilon * 1.01, "delta": certificate.delta / 10}
+    assert "does not contradict" in render_report(record, certificate, {}, smaller)
     assert "was not audited" in render_report(record, certificate)
     with pytest.raises(InputError, match=r"audit\.epsilon_lower is 'much'"):
         render_report(record, certificate, {}, {"epsilon_lower": "much"})

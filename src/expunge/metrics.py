@@ -1,6 +1,6 @@
 """``metrics.json``: what was measured on a run, as plain data in which every part is optional.
 
-    {"title": "Digits", "task": "digits, 64-32-10 network",
+    {"title": "Digits", "task": "digits, 64-32-10 network", "arm": "gradient-clipping",
      "stages": [{"stage": "before", "arm": "gradient-clipping",
                  "retain": 0.98, "forget": 0.97, "test": 0.95}, …],
      "curves": [{"name": "test", "x": [0, 1], "y": [0.1, 0.9],
@@ -10,8 +10,10 @@
      "cost":   {"seconds": 3.2, "retraining_seconds": 41.0}}
 
 ``retain``, ``forget`` and ``test`` are accuracies as fractions. ``stage`` is "before", "after
-noise" or "after fine-tuning"; ``arm`` is the method's name, "retraining", or "centre" for the
-control that never saw the old model, and left out it is the run itself. ``cost`` is any flat table.
+noise" or "after fine-tuning". An ``arm`` is any name; "retraining", "centre" (the control that
+never saw the old model) and "old model" are known ones, and left out it is the run itself. The
+outer ``arm`` is the name of the run that this directory holds: the certificate's method if left
+out, so give it where another run of the same method is in the table. ``cost`` is any flat table.
 Null stands for "not measured", in a curve for a gap. Keys that are not named here are ignored.
 """
 
@@ -30,7 +32,7 @@ MOST_TEXT = 2000
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 
 BEFORE, AFTER_NOISE, AFTER_TUNING = STAGES = ("before", "after noise", "after fine-tuning")
-RETRAINING, CENTRE = "retraining", "centre"
+RETRAINING, CENTRE, OLD = "retraining", "centre", "old model"
 
 
 class _Part(BaseModel):
@@ -80,6 +82,7 @@ class Metrics(_Part):
 
     title: Text | None = None
     task: Text | None = None
+    arm: Text | None = None
     stages: tuple[Stage, ...] = ()
     curves: tuple[Curve, ...] = ()
     arms: tuple[Arm, ...] = ()
@@ -108,6 +111,20 @@ def parse_metrics(data: Mapping[str, Any] | None) -> Metrics:
         raise InputError(f"{place} is {shown}: {reason[:1].lower()}{reason[1:]}") from None
 
 
+def find_own(metrics: Metrics, method: str) -> list[Stage]:
+    """The rows of the run itself, and of the old model it started from.
+
+    >>> rows = [{"stage": "before", "arm": "old model"}, {"stage": "after noise", "arm": "centre"},
+    ...         {"stage": "after noise", "arm": "model-clipping"}]
+    >>> [row.arm for row in find_own(parse_metrics({"stages": rows}), "model-clipping")]
+    ['old model', 'model-clipping']
+    """
+    names = (None, metrics.arm or method)
+    return [
+        row for row in metrics.stages if row.arm in names or (row.arm, row.stage) == (OLD, BEFORE)
+    ]
+
+
 def keep_public(metrics: Metrics, method: str) -> Metrics:
     """What may be published with the model: nothing that the noise does not cover.
 
@@ -120,7 +137,7 @@ def keep_public(metrics: Metrics, method: str) -> Metrics:
     >>> keep_public(parse_metrics({"stages": rows}), "model-clipping").stages
     (Stage(stage='after noise', arm=None, retain=None, forget=None, test=0.1),)
     """
-    own = [row for row in metrics.stages if row.arm in (None, method) and row.stage in STAGES[1:]]
+    own = [row for row in find_own(metrics, method) if row.stage in STAGES[1:]]
     single = len({row.stage for row in own}) == len(own)
     kept = tuple(row.model_copy(update={"forget": None}) for row in own) if single else ()
-    return Metrics(title=metrics.title, task=metrics.task, stages=kept)
+    return Metrics(title=metrics.title, task=metrics.task, arm=metrics.arm, stages=kept)

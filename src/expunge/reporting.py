@@ -30,7 +30,7 @@ from expunge.figures import (
     log_delta_at,
 )
 from expunge.files import read_limited, write_atomic
-from expunge.metrics import keep_public, parse_metrics
+from expunge.metrics import find_own, keep_public, parse_metrics
 from expunge.record import RunRecord
 from expunge.signing import holds
 from expunge.tables import (
@@ -103,7 +103,8 @@ def render_report(
     if public:
         measured, record, audit = keep_public(measured, certificate.recipe.method), None, None
     trace = None if record is None else record.trace
-    own = [row for row in measured.stages if row.arm in (None, certificate.recipe.method)]
+    own = find_own(measured, certificate.recipe.method)
+    arm = measured.arm or certificate.recipe.method
     grad_clip = getattr(certificate.method, "grad_clip", None)
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
@@ -125,10 +126,12 @@ def render_report(
         strength=_weigh(certificate),
         bounds=list_bounds(certificate),
         steps=sum(run.steps for run in certificate.schedule),
-        stages=order_stages(measured.stages, certificate.recipe.method),
+        arm=arm,
+        own=own,
+        stages=order_stages(measured.stages, arm),
         recipe=describe_recipe(certificate),
         trace=None if trace is None else describe_trace(trace, certificate),
-        arms=describe_arms(measured.arms),
+        arms=describe_arms(measured),
         cost=describe_items(measured.cost),
         versions=describe_items(certificate.versions),
         most_rows=MOST_ROWS,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 
 from expunge.certificate import Certificate
 from expunge.errors import InputError
-from expunge.metrics import CENTRE, RETRAINING, STAGES, Arm, Stage
+from expunge.metrics import CENTRE, OLD, RETRAINING, STAGES, Arm, Metrics, Stage
 from expunge.record import Trace
 
 MOST_ROWS = 200
@@ -44,7 +44,7 @@ class TraceTable:
 
 @dataclass(frozen=True)
 class ArmsTable:
-    """Arms with their cost in units of retraining, and which of the two controls are missing."""
+    """Arms with their cost in units of retraining, and which control was not measured at all."""
 
     rows: tuple[tuple[Arm, str], ...]
     missing: tuple[str, ...]
@@ -159,23 +159,24 @@ def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
     )
 
 
-def order_stages(rows: Sequence[Stage], method: str) -> list[Stage]:
-    """The certified run first, then arm by arm, each from before to after.
+def order_stages(rows: Sequence[Stage], own: str) -> list[Stage]:
+    """The old model, the certified run, then arm by arm, each from before to after.
 
     >>> names = [("after noise", "b"), ("after noise", None), ("before", None)]
     >>> rows = [Stage(stage=stage, arm=arm) for stage, arm in names]
     >>> [(row.arm, row.stage) for row in order_stages(rows, "a")]
     [(None, 'before'), (None, 'after noise'), ('b', 'after noise')]
     """
-    names = [None, method, *(row.arm for row in rows)]
+    names = [OLD, None, own, *(row.arm for row in rows)]
     stages = [*STAGES, *(row.stage for row in rows)]
     return sorted(rows, key=lambda row: (names.index(row.arm), stages.index(row.stage)))
 
 
-def describe_arms(arms: Sequence[Arm]) -> ArmsTable:
+def describe_arms(metrics: Metrics) -> ArmsTable:
     """Cost relative to the retraining arm, where there is one."""
+    arms = metrics.arms
     base = next((a.gradient_evaluations for a in arms if a.arm == RETRAINING), None)
-    names = {arm.arm for arm in arms}
+    names = {row.arm for row in (*arms, *metrics.stages)}
     rows = tuple(
         (arm, f"{arm.gradient_evaluations / base:.3g} ×")
         if base and arm.gradient_evaluations is not None
@@ -187,14 +188,21 @@ def describe_arms(arms: Sequence[Arm]) -> ArmsTable:
 
 def describe_audit(audit: Mapping[str, Any], certificate: Certificate) -> AuditTable:
     """Whether the audit's lower bound leaves the certificate standing, and all of its figures."""
-    lower, confidence = (_read_number(audit, key) for key in ("epsilon_lower", "confidence"))
-    claimed = _read_number(audit, "epsilon_certified")
+    lower, confidence, claimed, delta = (
+        _read_number(audit, key)
+        for key in ("epsilon_lower", "confidence", "epsilon_certified", "delta")
+    )
     rows = tuple(_flatten("", audit))
-    contradicts = lower is not None and lower > certificate.epsilon
+    told = audit.get("contradicts") is True
+    # A bound at a larger δ is one at the certified δ too; a bound at a smaller δ is none.
+    comparable = delta is None or delta >= certificate.delta
+    exceeds = lower is not None and comparable and lower > certificate.epsilon
     sure = "" if confidence is None else f" with confidence {confidence:g}"
-    if lower is None:
+    if told and not exceeds:
+        verdict = f"The audit contradicts the certificate: {audit.get('verdict') or 'see below'}"
+    elif lower is None:
         verdict = "The audit states no lower bound on epsilon."
-    elif contradicts:
+    elif exceeds:
         verdict = (
             f"The audit contradicts the certificate: epsilon is at least {lower:.6g}{sure}, but "
             f"{certificate.epsilon:.6g} is certified. Do not rely on this certificate."
@@ -207,7 +215,7 @@ def describe_audit(audit: Mapping[str, Any], certificate: Certificate) -> AuditT
         )
     if claimed is not None and not math.isclose(claimed, certificate.epsilon, rel_tol=1e-6):
         verdict += f" The audit was made for another claim: epsilon = {claimed:.6g}."
-    return AuditTable(verdict, contradicts, rows)
+    return AuditTable(verdict, told or exceeds, rows)
 
 
 def _summarise(values: Sequence[float]) -> tuple[str, ...]:
