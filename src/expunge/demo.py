@@ -161,7 +161,11 @@ def run_demo(out: str | Path, sign: str | Path | None = None) -> None:
     write_run(target, model=main.model, record=main.record, certificate=cert, metrics=metrics)
     inner = target / "public-centre"
     write_run(
-        inner, model=public.model, record=public.record, certificate=public_cert, metrics=metrics
+        inner,
+        model=public.model,
+        record=public.record,
+        certificate=public_cert,
+        metrics=metrics | {"arm": "around public centre"},
     )
     _print_rows(console, rows)
     for folder in (target, inner):
@@ -264,8 +268,8 @@ def _print_moral(console: Any, cert: Certificate, target: Path, seconds: float) 
         "is a public centre: there the noise is small and what the centre knew stays."
     )
     console.print(
-        f"\n{target} holds model.safetensors, certificate.json, report.html, and record.json and "
-        f"metrics.json, which stay with you. {seconds:.0f} s."
+        f"\n{target} holds model.safetensors and certificate.json to release, and record.json, "
+        f"metrics.json and report.html, which stay with you. {seconds:.0f} s."
     )
     console.print(f"Check it yourself:   expunge verify {target}/certificate.json")
     console.print(f"Read it in words:    expunge show {target}/certificate.json")
