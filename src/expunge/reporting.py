@@ -103,6 +103,7 @@ def render_report(
     if public:
         measured, record, audit = keep_public(measured, certificate.recipe.method), None, None
     trace = None if record is None else record.trace
+    plain = certificate.model_dump()
     own = find_own(measured, certificate.recipe.method)
     arm = measured.arm or certificate.recipe.method
     grad_clip = getattr(certificate.method, "grad_clip", None)
@@ -132,6 +133,7 @@ def render_report(
         recipe=describe_recipe(certificate),
         trace=None if trace is None else describe_trace(trace, certificate),
         arms=describe_arms(measured),
+        problem=describe_items(plain.get("problem") or {}),
         cost=describe_items(measured.cost),
         versions=describe_items(certificate.versions),
         most_rows=MOST_ROWS,

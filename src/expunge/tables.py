@@ -23,6 +23,13 @@ _MEANINGS = {
     "steps": ("T", "number of noisy steps"),
     "noise_std": ("σ", "noise added to every parameter in every noisy step"),
     "start_noise_std": ("σ0", "noise added to the start"),
+    "train_steps": ("T", "full-batch steps of the training"),
+    "gradient_bound": ("G", "bound on the gradient of every example's loss"),
+    "smoothness": ("L", "how fast the gradient of an example's loss may change"),
+    "strong_convexity": ("m", "weight of the quadratic term"),
+    "examples": ("n", "examples in the training"),
+    "group_size": ("k", "examples to forget"),
+    "convex": ("", "whether the loss of every example is convex"),
 }
 
 
@@ -113,9 +120,9 @@ def describe_recipe(certificate: Certificate) -> list[Row]:
     rows: list[Row] = []
     for name, value in certificate.recipe.model_dump().items():
         if name != "method":
-            letter, meaning = _MEANINGS[name]
+            letter, meaning = _MEANINGS.get(name, ("", ""))
             shown = "not used" if value is None else format_exact(value)
-            rows.append(Row(f"{name} ({letter})", shown, meaning))
+            rows.append(Row(f"{name} ({letter})" if letter else name, shown, meaning))
     return rows
 
 
