@@ -271,5 +271,9 @@ def _print_moral(console: Any, cert: Certificate, target: Path, seconds: float) 
         f"\n{target} holds model.safetensors and certificate.json to release, and record.json, "
         f"metrics.json and report.html, which stay with you. {seconds:.0f} s."
     )
+    console.print(
+        "Both directories are runs of the same old model: release one of them, or certify with "
+        "releases=2."
+    )
     console.print(f"Check it yourself:   expunge verify {target}/certificate.json")
     console.print(f"Read it in words:    expunge show {target}/certificate.json")
