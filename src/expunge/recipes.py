@@ -8,7 +8,7 @@ start_noise_std σ0 · steps T. ``Π_C`` scales ``x - centre`` down to norm C; `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, cast
 
@@ -254,11 +254,13 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     >>> from_dict({"method": "output-perturbation", "start_clip": 0.01, "noise_std": 0.5})
     OutputPerturbation(start_clip=0.01, noise_std=0.5)
     """
-    given = dict(data)
+    if not isinstance(cast(object, data), Mapping):
+        raise InputError.of("recipe", data, "a table of a method and its parameters")
+    given = {str(key): value for key, value in data.items()}
     name = given.pop("method", None)
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InputError.of("method", name, "one of " + ", ".join(METHODS))
-    kind = METHODS[cast(str, name)]
+    kind = METHODS[name]
     known = [field.name for field in fields(kind)]
     required = [f.name for f in fields(kind) if f.default is f.default_factory]
     unknown = [key for key in given if key not in known]
@@ -289,16 +291,24 @@ def _set(recipe: object, field: str, value: object) -> None:
 
 def _number(value: object) -> float | None:
     """A real number as float; None for anything else (booleans and strings included)."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
-    return float(cast(float, value))
+    try:
+        return float(cast(float, value))
+    except OverflowError:
+        return math.inf if cast(int, value) > 0 else -math.inf
+
+
+def _refuse(field: str, given: object, valid: str) -> InputError:
+    """The sentence, with numpy's numbers written as numbers."""
+    return InputError.of(field, given.item() if isinstance(given, np.generic) else given, valid)
 
 
 def _checked(recipe: object, field: str, valid: str, holds: Any) -> None:
     given = getattr(recipe, field)
     number = _number(given)
     if number is None or not holds(number):
-        raise InputError.of(field, given, valid)
+        raise _refuse(field, given, valid)
     _set(recipe, field, number)
 
 
@@ -318,8 +328,10 @@ def _positive(recipe: object, field: str) -> None:
 def _steps(recipe: object, field: str) -> None:
     given = getattr(recipe, field)
     number = _number(given)
-    if number is None or number != math.floor(number) or not 1 <= number <= MAX_STEPS:
-        raise InputError.of(field, given, "a whole number >= 1")
+    if number is None or not (1 <= number < math.inf and number == math.floor(number)):
+        raise _refuse(field, given, "a whole number >= 1")
+    if number > MAX_STEPS:
+        raise _refuse(field, given, f"at most {MAX_STEPS}")
     _set(recipe, field, int(number))
 
 
@@ -328,13 +340,18 @@ def _schedule(recipe: Any, field: str) -> None:
     given = getattr(recipe, field)
     if _number(given) is not None:
         return _nonnegative(recipe, field)
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise InputError.of(field, given, f"a finite number >= 0, or {recipe.steps} of them")
-    try:
-        values = np.asarray(given if isinstance(given, np.ndarray) else list(given), np.float64)
-    except (TypeError, ValueError):
-        raise InputError(f"{field} is a sequence that holds something other than numbers") from None
-    if values.ndim != 1 or len(values) != recipe.steps:
+    values = _as_array(given)
+    if values is None and isinstance(given, list | tuple):
+        elements = cast(Sequence[object], given)
+        index = next((i for i, x in enumerate(elements) if _number(x) is None), 0)
+        raise _refuse(f"{field}[{index}]", elements[index], "a finite number >= 0")
+    if values is None:
+        raise _refuse(field, given, f"a finite number >= 0, or {recipe.steps} of them")
+    if values.ndim != 1:
+        raise InputError(
+            f"{field} has the shape {values.shape}; it must be a plain list of numbers"
+        )
+    if len(values) != recipe.steps:
         raise InputError(
             f"{field} has {values.size} values; it must have one per step: {recipe.steps}"
         )
@@ -343,6 +360,20 @@ def _schedule(recipe: Any, field: str) -> None:
         index = int(bad[0])
         raise InputError.of(f"{field}[{index}]", float(values[index]), "a finite number >= 0")
     return _set(recipe, field, tuple(values.tolist()))
+
+
+def _as_array(given: object) -> npt.NDArray[np.float64] | None:
+    """A list or array of real numbers; None for anything else, and if one element is no number."""
+    if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Collection):
+        if not isinstance(given, np.ndarray):
+            return None
+    elif any(isinstance(x, bool) for x in cast(Collection[object], given)):
+        return None
+    try:
+        values = np.asarray(given)
+    except (TypeError, ValueError):
+        return None
+    return values.astype(np.float64) if values.dtype.kind in "iuf" or values.size == 0 else None
 
 
 def _smooth_problem(recipe: NoisyDescent | RewindToDelete) -> None:

@@ -1,0 +1,283 @@
+"""Recipes: what is accepted, what is kept, and one clear sentence for everything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from expunge.errors import InputError
+from expunge.recipes import (
+    METHODS,
+    GradientClipping,
+    GroupDPSGD,
+    ModelClipping,
+    NoisyDescent,
+    OutputPerturbation,
+    Retraining,
+    RewindToDelete,
+    from_dict,
+    method_name,
+    schedule,
+    to_dict,
+)
+
+GOOD = {
+    OutputPerturbation: {"start_clip": 0.01, "noise_std": 0.5},
+    GradientClipping: {
+        "start_clip": 0.01, "grad_clip": 1.0, "learning_rate": 0.01, "weight_decay": 10.0,
+        "steps": 3, "noise_std": 0.1,
+    },
+    ModelClipping: {
+        "model_clip": 0.5, "learning_rate": 0.01, "weight_decay": 10.0, "noise_std": 0.5,
+        "steps": 6,
+    },
+    Retraining: {},
+    GroupDPSGD: {
+        "clip": 1.0, "noise_multiplier": 2.0, "sampling_rate": 0.1, "steps": 10, "group_size": 3,
+    },
+    NoisyDescent: {
+        "learning_rate": 0.1, "noise_std": 0.2, "train_steps": 5, "steps": 3,
+        "gradient_bound": 1.0, "smoothness": 0.25, "strong_convexity": 0.1, "examples": 100,
+        "group_size": 4,
+    },
+    RewindToDelete: {
+        "learning_rate": 0.1, "noise_std": 0.2, "train_steps": 5, "steps": 3,
+        "gradient_bound": 1.0, "smoothness": 0.25, "strong_convexity": 0.1, "examples": 100,
+        "group_size": 4,
+    },
+}  # fmt: skip
+FINITE = "a finite number >= 0"
+
+
+def make(kind, **changes):
+    return kind(**GOOD[kind] | changes)
+
+
+def message(kind, **changes) -> str:
+    with pytest.raises(InputError) as error:
+        make(kind, **changes)
+    assert isinstance(error.value, ValueError)
+    return str(error.value)
+
+
+class TestAccepted:
+    @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
+    def test_round_trip_through_plain_data(self, kind) -> None:
+        recipe = make(kind)
+        assert from_dict(to_dict(recipe)) == recipe
+        assert METHODS[method_name(recipe)] is kind
+        assert hash(recipe) == hash(make(kind))
+
+    def test_every_method_is_here(self) -> None:
+        assert set(METHODS.values()) == set(GOOD)
+
+    @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
+    def test_frozen(self, kind) -> None:
+        for field in dataclasses.fields(kind):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(make(kind), field.name, 1.0)
+
+    @pytest.mark.parametrize(
+        "values", [[0.1, 0.2, 0.3], (0.1, 0.2, 0.3), np.array([0.1, 0.2, 0.3])], ids=type
+    )
+    def test_schedules_are_kept_as_tuples_of_floats(self, values) -> None:
+        recipe = make(GradientClipping, noise_std=values, learning_rate=[0, 1e-3, 0.05])
+        assert recipe.noise_std == (0.1, 0.2, 0.3)
+        assert recipe.learning_rate == (0.0, 1e-3, 0.05)
+        assert {type(x) for x in recipe.learning_rate + recipe.noise_std} == {float}
+        assert from_dict(to_dict(recipe)) == recipe
+
+    def test_numpy_and_whole_numbers_become_plain_ones(self) -> None:
+        recipe = make(GradientClipping, steps=np.int64(3), noise_std=np.float32(0.5), start_clip=1)
+        assert (type(recipe.steps), type(recipe.noise_std), type(recipe.start_clip)) == (
+            int, float, float,
+        )  # fmt: skip
+        assert make(ModelClipping, steps=4.0).steps == 4
+
+    def test_no_clip_is_infinity_and_zero_is_fine(self) -> None:
+        make(GradientClipping, start_clip=math.inf, grad_clip=math.inf, model_clip=math.inf)
+        make(GradientClipping, start_clip=0, grad_clip=0, noise_std=0, weight_decay=0, steps=2**53)
+
+    def test_schedule_as_array(self) -> None:
+        np.testing.assert_array_equal(schedule(2, 3), [2.0, 2.0, 2.0])
+        np.testing.assert_array_equal(schedule((1.0, 2.0), 2), [1.0, 2.0])
+
+
+class TestRefusedNumbers:
+    @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, True, "0.1", None, 1j])
+    def test_noise(self, value) -> None:
+        expected = f"noise_std is {value!r}; it must be {FINITE}"
+        assert message(OutputPerturbation, noise_std=value) == expected
+
+    @pytest.mark.parametrize(
+        ("value", "shown"),
+        [
+            (np.float64(-2.5), "-2.5"),
+            (np.int32(-2), "-2"),
+            (-(10**400), str(-(10**400))),
+            (Decimal("0.5"), "Decimal('0.5')"),
+            (np.bool_(True), "True"),
+            ([0.1], "[0.1]"),
+        ],
+    )
+    def test_other_kinds_of_numbers_are_shown_plainly(self, value, shown) -> None:
+        expected = f"weight_decay is {shown}; it must be {FINITE}"
+        assert message(GradientClipping, weight_decay=value) == expected
+
+    @pytest.mark.parametrize("value", [-0.1, math.nan, False, "1"])
+    def test_radii(self, value) -> None:
+        for kind, field in (
+            (OutputPerturbation, "start_clip"),
+            (GradientClipping, "grad_clip"),
+            (GradientClipping, "model_clip"),
+            (ModelClipping, "model_clip"),
+            (ModelClipping, "start_clip"),
+        ):
+            expected = f"{field} is {value!r}; it must be a number >= 0"
+            assert message(kind, **{field: value}) == expected
+
+    @pytest.mark.parametrize("value", [0, -1, 2.5, math.nan, math.inf, -math.inf, True, "3", None])
+    @pytest.mark.parametrize(
+        ("kind", "field"),
+        [
+            (GradientClipping, "steps"),
+            (ModelClipping, "steps"),
+            (GroupDPSGD, "group_size"),
+            (NoisyDescent, "train_steps"),
+            (RewindToDelete, "examples"),
+        ],
+    )
+    def test_whole_numbers(self, kind, field, value) -> None:
+        expected = f"{field} is {value!r}; it must be a whole number >= 1"
+        assert message(kind, **{field: value}) == expected
+
+    def test_more_steps_than_a_float_can_count(self) -> None:
+        expected = "steps is 9007199254740994; it must be at most 9007199254740992"
+        assert message(ModelClipping, steps=2**53 + 2) == expected
+
+    @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+    def test_what_must_be_positive(self, value) -> None:
+        for kind, field in ((GroupDPSGD, "clip"), (NoisyDescent, "learning_rate")):
+            expected = f"{field} is {value!r}; it must be a finite number > 0"
+            assert message(kind, **{field: value}) == expected
+
+    @pytest.mark.parametrize("value", [0.0, 1.5])
+    def test_sampling_rate(self, value) -> None:
+        expected = f"sampling_rate is {value!r}; it must be in (0, 1]"
+        assert message(GroupDPSGD, sampling_rate=value) == expected
+
+
+class TestRefusedSchedules:
+    @pytest.mark.parametrize("field", ["noise_std", "learning_rate"])
+    def test_wrong_length(self, field) -> None:
+        for values, count in (([], 0), ([0.1, 0.2], 2), (np.ones(4) / 100, 4)):
+            expected = f"{field} has {count} values; it must have one per step: 3"
+            assert message(GradientClipping, **{field: values}) == expected
+
+    @pytest.mark.parametrize(
+        ("values", "index", "shown"),
+        [
+            ([0.1, math.nan, 0.1], 1, "nan"),
+            ([0.1, 0.1, -0.5], 2, "-0.5"),
+            (np.array([math.inf, 0.1, 0.1]), 0, "inf"),
+            ([0.1, True, 0.1], 1, "True"),
+            ([0.1, 0.1, "0.1"], 2, "'0.1'"),
+            ([None, 0.1, 0.1], 0, "None"),
+            ([0.1, [0.1], 0.1], 1, "[0.1]"),
+        ],
+    )
+    def test_a_bad_element_is_named(self, values, index, shown) -> None:
+        expected = f"noise_std[{index}] is {shown}; it must be {FINITE}"
+        assert message(GradientClipping, noise_std=values) == expected
+
+    @pytest.mark.parametrize("value", ["0.1", b"0.1", None, {0.1: 1}, {0.1, 0.2, 0.3}, True, 1j])
+    def test_not_a_schedule(self, value) -> None:
+        expected = f"learning_rate is {value!r}; it must be {FINITE}, or 6 of them"
+        assert message(ModelClipping, learning_rate=value) == expected
+
+    def test_a_table_of_numbers(self) -> None:
+        expected = "noise_std has the shape (3, 1); it must be a plain list of numbers"
+        assert message(GradientClipping, noise_std=np.ones((3, 1))) == expected
+
+    def test_an_array_of_booleans(self) -> None:
+        assert message(GradientClipping, noise_std=np.ones(3, bool)).startswith(
+            "noise_std is array("
+        )
+
+
+class TestRefusedCombinations:
+    @pytest.mark.parametrize(
+        ("rate", "decay", "shown"),
+        [(0.1, 10.0, "1"), ([0.1, 0.3, 0.2], 5.0, "1.5"), (1e300, 1e300, "inf")],
+    )
+    def test_decay_must_contract(self, rate, decay, shown) -> None:
+        expected = f"learning_rate * weight_decay is {shown}; it must be below 1 at every step"
+        assert message(GradientClipping, learning_rate=rate, weight_decay=decay) == expected
+
+    def test_start_noise_without_a_start_clip(self) -> None:
+        assert message(ModelClipping, start_noise_std=0.5) == (
+            "start_noise_std is 0.5 without a start_clip; "
+            "give start_clip too, or leave start_noise_std at 0"
+        )
+        make(ModelClipping, start_noise_std=0.5, start_clip=1.0)
+
+    def test_rewind_no_further_than_the_start(self) -> None:
+        assert message(RewindToDelete, steps=6) == "steps is 6; it must be at most train_steps = 5"
+        make(RewindToDelete, steps=5)
+
+    @pytest.mark.parametrize("kind", [NoisyDescent, RewindToDelete])
+    def test_someone_must_stay(self, kind) -> None:
+        expected = "group_size is 100; it must be below examples = 100"
+        assert message(kind, group_size=100) == expected
+
+    @pytest.mark.parametrize("value", [1, "yes", None])
+    def test_convex_is_yes_or_no(self, value) -> None:
+        assert (
+            message(NoisyDescent, convex=value) == f"convex is {value!r}; it must be true or false"
+        )
+
+
+class TestFromDict:
+    def refuse(self, data) -> str:
+        with pytest.raises(InputError) as error:
+            from_dict(data)
+        return str(error.value)
+
+    @pytest.mark.parametrize("name", ["gradient", "", None, 3, [], {"a": 1}])
+    def test_unknown_method(self, name) -> None:
+        expected = f"method is {name!r}; it must be one of " + ", ".join(METHODS)
+        assert self.refuse({"method": name}) == expected
+
+    def test_no_method(self) -> None:
+        assert self.refuse({}).startswith("method is None; it must be one of output-perturbation,")
+
+    def test_unknown_keys(self) -> None:
+        data = to_dict(make(OutputPerturbation)) | {"sigma": 1, "clip": 2}
+        assert self.refuse(data) == (
+            "output-perturbation has no parameter sigma, clip; it has start_clip, noise_std"
+        )
+        assert self.refuse({"method": "retraining", "steps": 3}) == (
+            "retraining has no parameter steps; it has none"
+        )
+        assert self.refuse({"method": "retraining", 3: 3}) == (
+            "retraining has no parameter 3; it has none"
+        )
+
+    def test_missing_keys(self) -> None:
+        assert self.refuse({"method": "model-clipping", "steps": 3, "noise_std": 1.0}) == (
+            "model-clipping needs model_clip, learning_rate, weight_decay"
+        )
+
+    @pytest.mark.parametrize("data", [3, "gradient-clipping", None, ["method"]])
+    def test_not_a_table(self, data) -> None:
+        assert self.refuse(data) == (
+            f"recipe is {data!r}; it must be a table of a method and its parameters"
+        )
+
+    def test_values_are_checked_as_ever(self) -> None:
+        data = to_dict(make(ModelClipping)) | {"steps": 0}
+        assert self.refuse(data) == "steps is 0; it must be a whole number >= 1"
