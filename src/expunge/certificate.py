@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -26,10 +27,12 @@ from expunge.accounting import (
     Guarantee,
     check_delta,
     guarantee,
+    log_delta,
 )
 from expunge.checking import find_contradictions, summarise_schedule
 from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.files import read_limited, write_atomic
+from expunge.problems import Problem
 from expunge.recipes import Recipe
 from expunge.record import Commitment, RunRecord, decode, encode
 from expunge.schema import SCHEMA_VERSION, CertificateWire
@@ -152,6 +155,8 @@ def parse(data: bytes) -> Certificate:
     try:
         certificate = Certificate.model_validate_json(data)
         recipes.from_dict(decode(certificate.recipe.model_dump()))
+        if certificate.problem is not None:
+            Problem(**certificate.problem.model_dump())
         rfc8785.dumps(certificate.model_dump(mode="json"))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -199,7 +204,7 @@ def certify(
         for execution in (record.execution, Execution(releases=releases))
     )
     bounds = [b.epsilon for b in (found.retrained, found.centre) if b is not None]
-    if not max(bounds) <= MAX_EPSILON or found.survival_bound is None:
+    if not max(bounds) <= MAX_EPSILON:
         raise UnlearningError(
             f"this run certifies nothing at delta = {delta}: epsilon is {max(bounds):g}, "
             f"and above {MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
@@ -250,6 +255,9 @@ def _describe_guarantee(record: RunRecord, found: Guarantee, ideal: Guarantee) -
     def bound(value: Bound | None) -> dict[str, Any] | None:
         return None if value is None else asdict(value)
 
+    survival = found.survival_bound
+    if survival is None:  # no old model to start from: the run without the forget set stands in
+        survival = min(math.exp(log_delta(record.recipe, 0.0, execution=record.execution)), 1.0)
     return {
         "epsilon": found.epsilon,
         "delta": found.delta,
@@ -258,7 +266,7 @@ def _describe_guarantee(record: RunRecord, found: Guarantee, ideal: Guarantee) -
         "theorem": found.theorem,
         "retrained": bound(found.retrained),
         "centre": bound(found.centre),
-        "survival_bound": found.survival_bound,
+        "survival_bound": survival,
         "finite_precision": {
             "grid": record.grid,
             "rounding": record.execution.rounding,
@@ -280,6 +288,8 @@ def _describe_run(record: RunRecord, parent: Certificate | None) -> dict[str, An
         "schedule": describe_schedule(record.recipe),
         "parameters": record.parameters,
         "start": record.start,
+        "initialisation": record.initialisation,
+        "problem": None if record.problem is None else asdict(record.problem),
         "noise": {
             "source": record.noise["source"],
             "generator": record.noise.get("generator"),
@@ -325,7 +335,7 @@ def _publish(commitment: Commitment | None) -> dict[str, Any] | None:
 
 def _complete(plain: dict[str, Any]) -> Certificate:
     """Add what follows from the rest: scope, warnings, digest."""
-    empty = {"covered": [], "not_covered": [], "void_if": []}
+    empty = {"covered": [], "not_covered": [], "assumptions": [], "void_if": []}
     draft = parse(
         rfc8785.dumps(
             plain

@@ -8,13 +8,16 @@ from itertools import groupby
 
 import numpy as np
 
+from expunge.problems import STATED, Problem, bound_descent_rounding, find_disagreements
 from expunge.recipes import (
     GradientClipping,
+    GroupDPSGD,
     ModelClipping,
+    NoisyDescent,
     OutputPerturbation,
     Recipe,
     Retraining,
-    method_name,
+    RewindToDelete,
     schedule,
 )
 from expunge.record import RunRecord, Trace
@@ -30,31 +33,48 @@ NORM_TOLERANCE = 1e-5
 def find_contradictions(record: RunRecord) -> list[str]:
     """Every reason why this record cannot be certified, as sentences; none if it can."""
     recipe = record.recipe
-    if not isinstance(recipe, OutputPerturbation | GradientClipping | ModelClipping | Retraining):
+    if isinstance(recipe, GroupDPSGD):
         return [
-            f"the guarantee of {method_name(recipe)} rests on a training run that a record of "
-            "unlearning does not hold; guarantee() gives its numbers"
+            "the epsilon of DP-SGD comes from one accountant and cannot be recomputed by a second "
+            "one to the digits a certificate needs; guarantee() gives it"
         ]
     found = [*_check_noise_source(record), *_check_weights(record), *check_time(record.created)]
     if record.parameters < 1:
         found.append("parameters is 0: nothing was certified")
     if isinstance(recipe, ModelClipping) and recipe.steps > MAX_MIXING_STEPS:
         found.append(f"steps is {recipe.steps}; at most {MAX_MIXING_STEPS} can be verified")
-    if isinstance(recipe, GradientClipping):
-        least = 2 * record.grid * math.sqrt(record.parameters)
-        if record.execution.rounding < least * (1 - 1e-9):
-            found.append(
-                f"execution.rounding is {record.execution.rounding!r}; a grid of {record.grid!r} "
-                f"costs at least {least!r}"
-            )
+    least = least_rounding(recipe, record.problem, record.grid, record.parameters)
+    if record.execution.rounding < least * (1 - 1e-9):
+        found.append(
+            f"execution.rounding is {record.execution.rounding!r}; a grid of {record.grid!r} "
+            f"costs at least {least!r}"
+        )
+    if isinstance(recipe, NoisyDescent | RewindToDelete):
+        found += _check_descent(record, recipe)
     steps = sum(count for count, _, _ in summarise_schedule(recipe))
     if len(record.trace) != steps:
         return [*found, f"the trace has {len(record.trace)} steps; the recipe has {steps}"]
     return [*found, *_check_trace(record.trace, record.parameters, recipe)]
 
 
+def least_rounding(recipe: Recipe, problem: Problem | None, grid: float, parameters: int) -> float:
+    """The least that a grid adds to each step's sensitivity; 0 where rounding is free."""
+    match recipe:
+        case GradientClipping():
+            return 2 * grid * math.sqrt(parameters)
+        case NoisyDescent() | RewindToDelete() if grid > 0:
+            return bound_descent_rounding(recipe, problem or STATED, grid, parameters)
+        case _:
+            return 0.0
+
+
+def count_keys(recipe: Recipe) -> int:
+    """How many noise keys a run that was never resumed takes: noisy descent trains with one too."""
+    return 2 if isinstance(recipe, NoisyDescent) else 1
+
+
 def expand_schedule(recipe: Recipe) -> list[tuple[float, float]]:
-    """(learning rate, noise) of every noisy step.
+    """(learning rate, noise) of every step that led to the released model.
 
     >>> expand_schedule(OutputPerturbation(start_clip=1.0, noise_std=0.5))
     [(0.0, 0.5)]
@@ -66,7 +86,8 @@ def expand_schedule(recipe: Recipe) -> list[tuple[float, float]]:
             rates, sigmas = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
             return list(zip(rates.tolist(), sigmas.tolist(), strict=True))
         case _:
-            return []
+            runs = summarise_schedule(recipe)
+            return [(rate, sigma) for count, rate, sigma in runs for _ in range(count)]
 
 
 def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
@@ -76,10 +97,19 @@ def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
     ...                                  weight_decay=0.0, noise_std=2.0, steps=3))
     [(2, 0.1, 2.0), (1, 0.2, 2.0)]
     """
-    if isinstance(recipe, GradientClipping | ModelClipping):
-        rate, sigma = recipe.learning_rate, recipe.noise_std
-        if isinstance(rate, float) and isinstance(sigma, float):
-            return [(recipe.steps, rate, sigma)]
+    match recipe:
+        case GradientClipping(learning_rate=float(rate), noise_std=float(sigma), steps=T):
+            return [(T, rate, sigma)]
+        case ModelClipping(learning_rate=float(rate), noise_std=float(sigma), steps=T):
+            return [(T, rate, sigma)]
+        case NoisyDescent(learning_rate=rate, noise_std=sigma):
+            return [(recipe.train_steps + recipe.steps, rate, sigma)]
+        case RewindToDelete(learning_rate=rate, noise_std=sigma):
+            return [(recipe.train_steps, rate, 0.0), (1, 0.0, sigma)]
+        case Retraining() | GroupDPSGD():
+            return []
+        case _:
+            pass
     runs = groupby(expand_schedule(recipe))
     return [(sum(1 for _ in run), rate, sigma) for (rate, sigma), run in runs]
 
@@ -92,17 +122,38 @@ def _check_noise_source(record: RunRecord) -> list[str]:
         found.append("noise.source is 'none', but the recipe draws noise")
     if record.noise.get("releasable") is not (source == "system"):
         found.append(f"noise.releasable is {record.noise.get('releasable')!r} for {source!r} noise")
-    if source == "system" and record.noise_keys != 1 + record.resumed:
+    expected = count_keys(record.recipe) + record.resumed
+    if source == "system" and record.noise_keys != expected:
         found.append(
             f"noise_keys is {record.noise_keys}; a run resumed {record.resumed} times "
-            f"uses {1 + record.resumed}"
+            f"uses {expected}"
         )
+    return found
+
+
+def _check_descent(record: RunRecord, recipe: NoisyDescent | RewindToDelete) -> list[str]:
+    """What holds for a run whose guarantee covers its training too."""
+    found = find_disagreements(recipe, record.problem or STATED, record.parameters)
+    if record.problem is None:
+        found.append("problem is missing: it says where the constants of the recipe come from")
+    if record.start != "fresh":
+        found.append(f"start is {record.start!r}; training begins at a 'fresh' one")
+    if record.forget is not None and record.forget.count > recipe.group_size:
+        found.append(
+            f"{record.forget.count} examples were forgotten; group_size is {recipe.group_size}"
+        )
+    if record.execution.releases != 1 or record.parent is not None:
+        found.append("one training run covers one request: releases must be 1 and parent none")
+    steps = recipe.train_steps + recipe.steps
+    if steps > MAX_MIXING_STEPS:
+        found.append(f"train_steps + steps is {steps}; at most {MAX_MIXING_STEPS} can be verified")
     return found
 
 
 def _check_weights(record: RunRecord) -> list[str]:
     found = list[str]()
-    if record.centre is not None and record.centre == record.weights_before:
+    given = record.centre is not None and record.start != "fresh"
+    if given and record.centre == record.weights_before:
         found.append("the centre is the old model itself; it must be public")
     if (record.frozen is None) != (len(record.frozen_names) == 0):
         found.append("frozen and frozen_names must be given together")
@@ -137,6 +188,9 @@ def _check_trace(trace: Trace, parameters: int, recipe: Recipe) -> list[str]:
     if isinstance(recipe, GradientClipping):
         above = applied > recipe.grad_clip * (1 + NORM_TOLERANCE)
         found += _name_steps("the clipped gradient is longer than grad_clip", above)
+    if isinstance(recipe, NoisyDescent | RewindToDelete):
+        above = applied > recipe.gradient_bound * (1 + NORM_TOLERANCE)
+        found += _name_steps("the gradient is longer than gradient_bound", above)
     radius = _projection_radius(recipe) * (1 + NORM_TOLERANCE)
     found += _name_steps("the model is outside its clip", np.array(trace.model_norm) > radius)
     off = np.abs(norms - sigmas * math.sqrt(parameters)) > NOISE_DEVIATIONS * sigmas

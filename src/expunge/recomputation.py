@@ -6,8 +6,8 @@ this one iterates the theorems as they stand (THEORY sections 2 to 4) with mpmat
     W ← ρ_t W + s_t,   V ← ρ_t² V + σ_t²,   μ² = min over prefixes of W²/V      gradient clipping
     γ ← 1 + (e^ε - 1)/δ,   δ ← δ θ_{log γ}(2 C2/σ_t)                            model clipping
 
-Domain: the methods that run on request (output perturbation, gradient and model clipping,
-retraining).
+Domain: every method that can be certified; full-batch descent in
+``expunge.recomputation_descent``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,16 @@ from expunge.checking import MAX_MIXING_STEPS
 from expunge.errors import InputError
 from expunge.recipes import (
     GradientClipping,
+    GroupDPSGD,
     ModelClipping,
+    NoisyDescent,
     OutputPerturbation,
     Recipe,
     Retraining,
-    method_name,
+    RewindToDelete,
     schedule,
 )
+from expunge.recomputation_descent import recompute_descent
 
 Array = npt.NDArray[np.float64]
 _DECIMAL = decimal.Context(
@@ -72,8 +75,10 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
             square = _divide(mp, (starts * mp.mpf(C0)) ** 2, mp.mpf(sigma) ** 2)
         case GradientClipping():
             square = _gradient_clipping(mp, recipe, starts * mp.mpf(recipe.start_clip), execution)
-        case _:
-            raise InputError.of("method", method_name(recipe), "a method that runs on request")
+        case NoisyDescent() | RewindToDelete():
+            square = mp.mpf(str(recompute_descent(recipe, execution.rounding)))
+        case GroupDPSGD():
+            raise InputError.of("method", "group-dp-sgd", "a method with a second accountant")
     return mp.sqrt(square * execution.releases)
 
 

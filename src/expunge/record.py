@@ -24,6 +24,7 @@ from expunge import recipes
 from expunge.accounting import Execution
 from expunge.errors import CertificateError, InputError
 from expunge.files import read_limited, write_atomic
+from expunge.problems import Problem
 from expunge.recipes import Recipe
 
 FORMAT = "expunge-record-1"
@@ -162,8 +163,10 @@ class RunRecord:
     per resume). Weights are hashed by :func:`expunge.hashing.hash_tensors`: ``weights_before`` all
     tensors of the old model, ``weights_noisy`` all tensors right after the last noise,
     ``weights_after`` all tensors of the released file. ``frozen`` and ``centre`` are the public
-    ones. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model", or
-    "centre" for the control that never saw the old model.
+    ones. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model",
+    "centre" for the control that never saw the old model, or "fresh" for a run from a start that
+    saw no data (``initialisation`` says which). ``problem`` says where the constants of full-batch
+    descent come from.
 
     >>> record = RunRecord(
     ...     recipe=recipes.Retraining(), parameters=3, grid=0.0, execution=Execution(),
@@ -196,7 +199,9 @@ class RunRecord:
     buffers: Literal["none", "frozen", "reset"] = "none"
     buffer_names: tuple[str, ...] = ()
     finetune: FineTuning | None = None
-    start: Literal["model", "centre"] = "model"
+    start: Literal["model", "centre", "fresh"] = "model"
+    initialisation: str | None = None
+    problem: Problem | None = None
     resumed: int = 0
     parent: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -213,8 +218,8 @@ class RunRecord:
         for name in ("frozen", "centre", "parent"):
             if getattr(self, name) is not None:
                 _check_digest(name, getattr(self, name))
-        if self.start not in ("model", "centre"):
-            raise InputError.of("start", self.start, "'model' or 'centre'")
+        if self.start not in ("model", "centre", "fresh"):
+            raise InputError.of("start", self.start, "'model', 'centre' or 'fresh'")
         if self.buffers not in ("none", "frozen", "reset"):
             raise InputError.of("buffers", self.buffers, "'none', 'frozen' or 'reset'")
         if self.noise.get("source") not in ("system", "seeded", "none"):
@@ -230,7 +235,7 @@ class RunRecord:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["recipe"] = recipes.to_dict(self.recipe)
         plain["trace"] = {f.name: getattr(self.trace, f.name) for f in fields(self.trace)}
-        for name in ("execution", "forget", "retain", "finetune"):
+        for name in ("execution", "forget", "retain", "finetune", "problem"):
             plain[name] = None if plain[name] is None else asdict(plain[name])
         return {"format": FORMAT} | cast(dict[str, Any], encode(plain))
 
@@ -247,6 +252,8 @@ class RunRecord:
             plain["forget"] = commitment_from(plain["forget"])
             plain["retain"] = commitment_from(plain["retain"])
             plain["finetune"] = finetuning_from(plain["finetune"])
+            if plain["problem"] is not None:
+                plain["problem"] = Problem(**plain["problem"])
             plain["noise"] = {k: _whole(v) if k == "seed" else v for k, v in plain["noise"].items()}
             return cls(**plain)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -63,10 +63,47 @@ class RetrainingWire(Wire):
     method: Literal["retraining"]
 
 
+class _FullBatchWire(Wire):
+    """``gradient_bound``, ``smoothness`` and ``convex`` are what ``problem`` says they rest on."""
+
+    learning_rate: Annotated[float, Field(gt=0)]
+    noise_std: Real
+    train_steps: Positive
+    steps: Positive
+    gradient_bound: Real
+    smoothness: Real
+    strong_convexity: Real
+    examples: Positive
+    group_size: Positive
+    convex: bool
+
+
+class NoisyDescentWire(_FullBatchWire):
+    method: Literal["noisy-descent"]
+
+
+class RewindToDeleteWire(_FullBatchWire):
+    method: Literal["rewind-to-delete"]
+
+
 RecipeWire = Annotated[
-    OutputPerturbationWire | GradientClippingWire | ModelClippingWire | RetrainingWire,
+    OutputPerturbationWire
+    | GradientClippingWire
+    | ModelClippingWire
+    | RetrainingWire
+    | NoisyDescentWire
+    | RewindToDeleteWire,
     Field(discriminator="method"),
 ]
+
+
+class ProblemWire(Wire):
+    """Where the constants of full-batch descent come from: computed, or stated by the user."""
+
+    kind: Literal["softmax-regression", "stated"]
+    feature_clip: Annotated[float, Field(gt=0)] | None
+    features: Positive | None
+    classes: Positive | None
 
 
 class BoundWire(Wire):
@@ -146,6 +183,7 @@ class ScopeWire(Wire):
 
     covered: tuple[str, ...]
     not_covered: tuple[str, ...]
+    assumptions: tuple[str, ...]
     void_if: tuple[str, ...]
 
 
@@ -177,7 +215,9 @@ class CertificateWire(Wire):
     recipe: RecipeWire
     schedule: tuple[StepsWire, ...]
     parameters: Positive
-    start: Literal["model", "centre"]
+    start: Literal["model", "centre", "fresh"]
+    initialisation: str | None
+    problem: ProblemWire | None
     noise: NoiseWire
     weights: WeightsWire
     data: DataWire

@@ -86,7 +86,7 @@ def _restarts(steps: int) -> list[int]:
     return sorted({int(t) for t in np.linspace(0, steps - 1, count)}, reverse=True)
 
 
-def _expansion(recipe: NoisyDescent | RewindToDelete) -> tuple[float, float]:
+def bound_expansion(recipe: NoisyDescent | RewindToDelete) -> tuple[float, float]:
     """(c, ηΔ): one full-batch step's expansion, and its shift when k of n examples go.
 
     Both rounded up: c by two units of the largest number in it, ηΔ never to 0.
@@ -102,7 +102,7 @@ def _expansion(recipe: NoisyDescent | RewindToDelete) -> tuple[float, float]:
 
 def descend_with_noise(recipe: NoisyDescent, rounding: float) -> float:
     """Training steps (c, ηΔ), unlearning steps (c, 0), D = 0; training is not post-processing."""
-    c, shift = _expansion(recipe)
+    c, shift = bound_expansion(recipe)
     T, K, sigma = recipe.train_steps, recipe.steps, recipe.noise_std
     if shift == 0:
         return 0.0  # the forgotten examples never moved anything
@@ -120,7 +120,7 @@ def descend_with_noise(recipe: NoisyDescent, rounding: float) -> float:
 
 def rewind_and_perturb(recipe: RewindToDelete, rounding: float) -> float:
     """z = c^K ηΔ Σ_{j<T-K} c^j,  μ = z/σ; each of the T steps may be rounded apart on top."""
-    c, shift = _expansion(recipe)
+    c, shift = bound_expansion(recipe)
     K, before = recipe.steps, recipe.train_steps - recipe.steps
     if before == 0 or shift == 0:
         return 0.0

@@ -15,11 +15,17 @@ from typing import Any
 
 from expunge.accounting import ComparedTo, Execution, has_centre, theorem
 from expunge.certificate import MAX_BYTES, Certificate, check_link, describe_schedule, parse
-from expunge.checking import check_time, find_contradictions
+from expunge.checking import (
+    check_time,
+    count_keys,
+    find_contradictions,
+    least_rounding,
+)
 from expunge.errors import InputError, VerificationError
 from expunge.files import read_limited
 from expunge.hashing import hash_file, serialise_header
-from expunge.recipes import GradientClipping
+from expunge.problems import STATED, Problem, find_disagreements
+from expunge.recipes import NoisyDescent, RewindToDelete
 from expunge.recomputation import recompute
 from expunge.record import RunRecord
 from expunge.signing import holds, read_public_key
@@ -134,18 +140,24 @@ def _check_derived(certificate: Certificate) -> list[str]:
     if any(bound.delta != c.delta for bound in (c.retrained, c.centre) if bound is not None):
         found.append("delta differs between the two bounds")
     found += check_time(c.created)
-    if c.schedule and c.noise.source == "system" and c.noise.keys != 1 + c.resumed:
+    keys = count_keys(recipe) + c.resumed
+    if c.schedule and c.noise.source == "system" and c.noise.keys != keys:
         found.append(f"noise.keys is {c.noise.keys} for a run resumed {c.resumed} times")
     if (c.weights.before is None) != (c.parent is None):
         found.append("weights.before must be given exactly when there is a parent")
     p = c.finite_precision
     if p.epsilon_cost != max(c.epsilon - p.ideal_epsilon, 0.0):
         found.append("finite_precision.epsilon_cost is not epsilon - ideal_epsilon")
-    least = 2 * p.grid * c.parameters**0.5
-    if isinstance(recipe, GradientClipping) and p.rounding < least * (1 - 1e-9):
+    problem = None if c.problem is None else Problem(**c.problem.model_dump())
+    least = least_rounding(recipe, problem, p.grid, c.parameters)
+    if p.rounding < least * (1 - 1e-9):
         found.append(
             f"finite_precision.rounding is {p.rounding!r}; its grid costs at least {least!r}"
         )
+    if isinstance(recipe, NoisyDescent | RewindToDelete):
+        found += find_disagreements(recipe, problem or STATED, c.parameters)
+    if (problem is not None) != isinstance(recipe, NoisyDescent | RewindToDelete):
+        found.append("problem must be given exactly for full-batch descent")
     return found
 
 
@@ -167,7 +179,8 @@ def _check_numbers(certificate: Certificate) -> list[str]:
         if side == "centre":
             found += _check_value("survival_bound", c.survival_bound, delta_at(0))
     if c.centre is None:
-        found += _check_value("survival_bound", c.survival_bound, 0)
+        _, delta_at = recompute_once(method, "retrained", c.execution)
+        found += _check_value("survival_bound", c.survival_bound, delta_at(0))
     _, delta_at = recompute_once(method, c.compared_to, ideal)
     claimed = c.finite_precision.ideal_epsilon
     return found + _check_epsilon("finite_precision.ideal_epsilon", claimed, c.delta, delta_at)

@@ -11,15 +11,27 @@ import json
 import math
 from typing import Any
 
-from expunge.schema import CertificateWire, GradientClippingWire, ScopeWire
+from expunge.problems import Problem, describe_assumptions
+from expunge.recipes import NoisyDescent, RewindToDelete, from_dict
+from expunge.schema import (
+    CertificateWire,
+    GradientClippingWire,
+    NoisyDescentWire,
+    RewindToDeleteWire,
+    ScopeWire,
+)
 
-_NOISY_METHODS = ("output-perturbation", "gradient-clipping", "model-clipping")
 _NAMES = {
     "output-perturbation": "output perturbation",
     "gradient-clipping": "noisy fine-tuning with gradient clipping",
     "model-clipping": "noisy fine-tuning with model clipping",
     "retraining": "retraining",
+    "noisy-descent": "noisy full-batch descent",
+    "rewind-to-delete": "rewinding full-batch descent, with noise at the end",
 }
+
+# Their guarantee covers the training too, so the reference is that training without the forget set.
+_TRAINING = ("noisy-descent", "rewind-to-delete")
 
 _VOID_IF = (
     "a radius, a clip or the centre was chosen by looking at the trained weights or at the "
@@ -38,7 +50,7 @@ _VOID_IF = (
 
 def find_warnings(certificate: CertificateWire) -> tuple[str, ...]:
     """Why the released model is not for release; empty if it is."""
-    if certificate.recipe.method not in _NOISY_METHODS:
+    if certificate.recipe.method == "retraining":
         return ()
     found: list[str] = []
     if certificate.noise.source != "system":
@@ -62,12 +74,16 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
     ]
     if certificate.start == "centre":
         covered.append("This run started at the public centre and never used the old model.")
+    if certificate.start == "fresh":
+        covered.append("This run started from weights that depend on no data at all.")
     if certificate.buffers.policy == "reset":
         covered.append(
             f"The {len(certificate.buffers.names)} buffers, which were estimated again on retained "
             "data after the last noise."
         )
-    if certificate.finetune is not None:
+    if certificate.finetune is not None and certificate.recipe.method == "retraining":
+        covered.append("The training, which used retained data only.")
+    elif certificate.finetune is not None:
         covered.append(
             "The fine-tuning after the last noise: it used retained data only, so it is "
             "post-processing."
@@ -94,13 +110,30 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         not_covered.append(
             f"The {len(certificate.buffers.names)} buffers, which are declared public."
         )
-    return ScopeWire(covered=tuple(covered), not_covered=tuple(not_covered), void_if=_VOID_IF)
+    return ScopeWire(
+        covered=tuple(covered),
+        not_covered=tuple(not_covered),
+        assumptions=_list_assumptions(certificate),
+        void_if=_VOID_IF,
+    )
+
+
+def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
+    """What the guarantee rests on beside the run itself: nothing, but for full-batch descent."""
+    wire, problem = certificate.recipe, certificate.problem
+    if not isinstance(wire, NoisyDescentWire | RewindToDeleteWire) or problem is None:
+        return ()
+    recipe = from_dict(wire.model_dump())
+    assert isinstance(recipe, NoisyDescent | RewindToDelete)
+    return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
 
 
 def name_reference(certificate: CertificateWire) -> str:
     """The certifying algorithm in words."""
     if certificate.recipe.method == "retraining":
         return "training again without the forget set"
+    if certificate.recipe.method in _TRAINING:
+        return "the same steps with the same noise, all on the retained data"
     if certificate.compared_to == "retrained":
         return "the same run started from a model retrained without the forget set"
     return "the same run started from the public centre, which never saw the forget set"
@@ -121,7 +154,8 @@ def write_statement(certificate: CertificateWire) -> str:
         f"as under the reference, plus {delta}; and the same with the two exchanged.",
         f"Reference: {name_reference(c)}.",
         f"Theorem: {c.theorem}.",
-        f"At most {chance} of runs can differ, in any way, from runs that never saw the old model.",
+        f"At most {chance} of runs can differ, in any way, from runs that never saw "
+        f"{'the forget set' if c.recipe.method in _TRAINING else 'the old model'}.",
         "",
         f"Method: {_NAMES[c.recipe.method]}; {_count_steps(c)} on {c.parameters} parameters.",
         f"Forget set: {_name_set(c.data.forget)}. Retained set: {_name_set(c.data.retain)}.",
@@ -138,6 +172,8 @@ def write_statement(certificate: CertificateWire) -> str:
         *(f"- {sentence}" for sentence in c.scope.covered),
         "Not covered:",
         *(f"- {sentence}" for sentence in c.scope.not_covered),
+        *(["It rests on:"] if c.scope.assumptions else []),
+        *(f"- {sentence}" for sentence in c.scope.assumptions),
         "This certificate is void if",
         *(f"- {sentence}," for sentence in c.scope.void_if[:-1]),
         f"- or {c.scope.void_if[-1]}.",
@@ -190,6 +226,9 @@ def write_model_card(certificate: CertificateWire) -> str:
             "",
             *(f"- {sentence}" for sentence in c.scope.not_covered),
             "",
+            *(["It rests on:", ""] if c.scope.assumptions else []),
+            *(f"- {sentence}" for sentence in c.scope.assumptions),
+            *([""] if c.scope.assumptions else []),
         ]
     )
 
@@ -214,6 +253,8 @@ def _yaml(value: object) -> str:
 
 
 def _count_steps(certificate: CertificateWire) -> str:
+    if isinstance(certificate.recipe, RewindToDeleteWire):
+        return f"{certificate.recipe.train_steps} full-batch steps and one noise"
     steps = sum(run.steps for run in certificate.schedule)
     noun = "noisy step" if steps == 1 else "noisy steps"
     start = ", started at the centre" if certificate.start == "centre" else ""

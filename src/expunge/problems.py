@@ -1,0 +1,217 @@
+"""Where the constants of full-batch descent come from, and what finite precision adds to them.
+
+``NoisyDescent`` and ``RewindToDelete`` rest on ``‖∇f_i‖ ≤ G``, ``f_i`` ``L_f``-smooth, and
+convexity (THEORY section 5). For softmax regression over feature vectors clipped to norm B they
+are *computed*: with probabilities p, one-hot label e and features a,
+
+    ∇f = (p - e) ⊗ a,                    ‖∇f‖ ≤ √2 B             ‖p - e‖₂ ≤ √2
+    ∇²f = (diag p - p pᵀ) ⊗ a aᵀ,        0 ≤ ∇²f ≤ B²/2           λ_max(diag p - p pᵀ) ≤ 1/2
+
+For any other model they are *assumed*: the user states them and the certificate says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from expunge.accounting import IDEAL, Execution, mu
+from expunge.errors import InputError
+from expunge.precision import COARSEST, FINEST, LARGEST_CELL, RELATIVE_COST, Precision
+from expunge.recipes import NoisyDescent, RewindToDelete
+from expunge.theorems import bound_expansion
+
+DescentRecipe = NoisyDescent | RewindToDelete
+Kind = Literal["softmax-regression", "stated"]
+_UNIT = 2.0**-53  # relative error of one float64 operation
+_SMALLEST_EXPONENT = -600
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What was trained. ``feature_clip`` B, ``features`` (the bias included) and ``classes`` are
+    given for softmax regression, whose constants follow from them, and for nothing else.
+
+    >>> Problem("softmax-regression", feature_clip=1.0, features=65, classes=10).size
+    650
+    """
+
+    kind: Kind
+    feature_clip: float | None = None
+    features: int | None = None
+    classes: int | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.feature_clip, self.features, self.classes)
+        if self.kind == "stated":
+            if given != (None, None, None):
+                raise InputError("a problem with stated constants has no feature_clip, features …")
+            return
+        if self.kind != "softmax-regression":
+            raise InputError.of("kind", self.kind, "'softmax-regression' or 'stated'")
+        check_feature_clip(self.feature_clip)
+        object.__setattr__(self, "feature_clip", float(self.feature_clip or 0.0))
+        for name, value, least in (("features", self.features, 1), ("classes", self.classes, 2)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError.of(name, value, f"a whole number >= {least}")
+
+    @property
+    def size(self) -> int | None:
+        """The number of parameters, where the problem fixes it."""
+        if self.features is None or self.classes is None:
+            return None
+        return self.features * self.classes
+
+
+STATED = Problem("stated")
+
+
+def check_feature_clip(value: object) -> None:
+    """B is a finite number > 0."""
+    real = isinstance(value, float | int) and not isinstance(value, bool)
+    if not (real and 0 < cast(float, value) < math.inf):
+        raise InputError.of("feature_clip", value, "a finite number > 0")
+
+
+def softmax_constants(feature_clip: float) -> dict[str, Any]:
+    """G = √2 B, L_f = B²/2, convex: arguments of both recipes, rounded up.
+
+    >>> recipe = NoisyDescent(learning_rate=0.5, noise_std=0.1, train_steps=100, steps=10,
+    ...                       strong_convexity=0.01, examples=1300, group_size=13,
+    ...                       **softmax_constants(feature_clip=1.0))
+    >>> round(recipe.gradient_bound, 6), round(recipe.smoothness, 6), recipe.convex
+    (1.414214, 0.5, True)
+    """
+    check_feature_clip(feature_clip)
+    return {
+        "gradient_bound": math.sqrt(2.0) * feature_clip * (1 + 4e-16),
+        "smoothness": feature_clip**2 / 2 * (1 + 4e-16),
+        "convex": True,
+    }
+
+
+def find_disagreements(recipe: DescentRecipe, problem: Problem, size: int) -> list[str]:
+    """Where a recipe claims better constants than its problem has; nothing to say of stated ones.
+
+    >>> recipe = NoisyDescent(learning_rate=0.5, noise_std=0.1, train_steps=100, steps=10,
+    ...                       strong_convexity=0.01, examples=1300, group_size=13,
+    ...                       gradient_bound=1.0, smoothness=0.5)
+    >>> find_disagreements(recipe, Problem("softmax-regression", 1.0, 65, 10), 650)
+    ['gradient_bound is 1.0; features clipped to 1.0 give 1.4142135623730958']
+    """
+    if problem.feature_clip is None:
+        return []
+    found = [
+        f"{name} is {getattr(recipe, name)!r}; features clipped to {problem.feature_clip!r} "
+        f"give {least!r}"
+        for name, least in softmax_constants(problem.feature_clip).items()
+        if name != "convex" and getattr(recipe, name) < least * (1 - 1e-15)
+    ]
+    if problem.size != size:
+        found.append(
+            f"parameters is {size}; {problem.classes} classes of {problem.features} features "
+            f"have {problem.size}"
+        )
+    return found
+
+
+def bound_gradient_error(problem: Problem, examples: int, grid: float) -> float:
+    """How far a float64 gradient of softmax regression is from the exact one, in norm.
+
+    Coordinates are at most 2⁴⁴ cells, so a logit is at most r = B √d · 2⁴⁴ g. With u = 2⁻⁵³:
+    logits err by (d + 1) u r; probabilities, relatively, by twice that and (2 r + C + 16) u (the
+    shift by the largest logit, exp good to 4 units, the sum, the division); the mean of n
+    gradients of norm √2 B adds (n + 4) u √2 B, in whatever order it is taken. 10 % on top covers
+    second-order terms; where those are not small there is no bound.
+
+    >>> problem = Problem("softmax-regression", feature_clip=1.0, features=65, classes=10)
+    >>> bound_gradient_error(problem, 1300, 2.0**-34) < 1e-9
+    True
+    """
+    if problem.feature_clip is None or problem.features is None or problem.classes is None:
+        return 0.0
+    B, d, C = problem.feature_clip, problem.features, problem.classes
+    r = B * math.sqrt(d) * LARGEST_CELL * grid
+    relative = (2 * (d + 1) * r + 2 * r + C + 16) * _UNIT
+    if not relative + examples * _UNIT < 0.01:
+        return math.inf
+    return 1.1 * (B * relative + (examples + 4) * _UNIT * math.sqrt(2.0) * B)
+
+
+def bound_descent_rounding(
+    recipe: DescentRecipe, problem: Problem, grid: float, size: int
+) -> float:
+    """What finite precision adds to each step's sensitivity: (1 + max(c, 1) + 2e) g √d + 2 η e_G.
+
+    As in ``expunge.precision``: one rounding before the noise, one after it that the next step
+    expands by c, ``e`` cells of float64 arithmetic; and the gradient's own error ``e_G`` in each
+    of the two runs. For stated constants e_G is not known and counts as 0, which is assumed.
+    """
+    c, _ = bound_expansion(recipe)
+    reach = recipe.learning_rate * recipe.gradient_bound / grid
+    e = 4 * (LARGEST_CELL * max(c, 1.0) + reach) * _UNIT
+    gradient = 2 * recipe.learning_rate * bound_gradient_error(problem, recipe.examples, grid)
+    return ((1 + max(c, 1.0) + 2 * e) * grid * math.sqrt(size) + gradient) * (1 + 2.0**-40)
+
+
+def choose_descent_precision(recipe: DescentRecipe, problem: Problem, size: int) -> Precision:
+    """The coarsest grid of at most σ 2⁻²⁴ that raises μ by less than 0.02 %.
+
+    Never finer than σ 2⁻³⁴, nor so fine that the weights a noiseless run can reach, at most
+    ``G/m`` or ``η G`` times the steps, would leave the 2⁴⁴ cells on either side of zero.
+    """
+    sigma, steps = recipe.noise_std, recipe.train_steps + recipe.steps
+    if sigma == 0:
+        return Precision(0.0, 0.0)
+    smallest = math.frexp(sigma)[1] - 1
+    G, m = recipe.gradient_bound, recipe.strong_convexity
+    reached = min(G / m if m > 0 else math.inf, recipe.learning_rate * G * steps)
+    room = math.frexp(2 * reached / LARGEST_CELL)[1] if reached > 0 else _SMALLEST_EXPONENT
+    exponent = smallest + COARSEST
+    floor = min(max(smallest + FINEST, room, _SMALLEST_EXPONENT), exponent)
+    ideal = mu(recipe, execution=IDEAL)
+    assert ideal is not None
+    while exponent > floor:
+        if _cost(recipe, problem, exponent, size) <= ideal * (1 + RELATIVE_COST):
+            break
+        exponent -= 1
+    grid = math.ldexp(1.0, exponent)
+    rounding = bound_descent_rounding(recipe, problem, grid, size)
+    if not math.isfinite(rounding):
+        raise InputError.of("noise_std", sigma, "small enough that float64 still has digits left")
+    return Precision(grid, rounding)
+
+
+def _cost(recipe: DescentRecipe, problem: Problem, exponent: int, size: int) -> float:
+    rounding = bound_descent_rounding(recipe, problem, math.ldexp(1.0, exponent), size)
+    if not math.isfinite(rounding):
+        return math.inf
+    value = mu(recipe, execution=Execution(rounding=rounding))
+    assert value is not None
+    return value
+
+
+def describe_assumptions(recipe: DescentRecipe, problem: Problem) -> Sequence[str]:
+    """Every constant the guarantee rests on, each marked "computed" or "assumed"."""
+    G, L_f = recipe.gradient_bound, recipe.smoothness
+    shape = "convex and " if recipe.convex else ""
+    if problem.feature_clip is not None:
+        B = problem.feature_clip
+        return (
+            f"computed: softmax regression with {problem.classes} classes; every feature vector, "
+            f"its bias included, was clipped to the public norm {B!r}.",
+            f"computed: the gradient of each example's loss is at most {G!r} long "
+            f"(at least sqrt(2) times that norm).",
+            f"computed: each example's loss is {shape}{L_f!r}-smooth "
+            f"(at least half the square of that norm).",
+            "computed: the rounding of every gradient and every step is counted in "
+            "finite_precision.rounding.",
+        )
+    return (
+        f"assumed: the gradient of each example's loss is at most {G!r} long, everywhere.",
+        f"assumed: each example's loss is {shape}{L_f!r}-smooth, everywhere.",
+        "assumed: the gradients that were computed are the exact ones; only the rounding of the "
+        "steps is counted in finite_precision.rounding.",
+    )
