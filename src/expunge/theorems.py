@@ -128,7 +128,8 @@ def rewind_and_perturb(recipe: RewindToDelete, rounding: float) -> float:
         return math.inf
     with np.errstate(over="ignore", under="ignore"):
         again = max(float(np.exp(K * np.log(c))), SMALLEST)
-        z = again * _geometric(c, before) * (shift + rounding) + rounding * _geometric(c, K)
+        z = again * _geometric(c, before) * (shift + rounding)
+        z += rounding * _geometric(c, K) if rounding > 0 else 0.0
     return ratio(max(z, SMALLEST), recipe.noise_std) * (1 + 1e-12)
 
 

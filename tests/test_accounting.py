@@ -1,0 +1,344 @@
+"""What each recipe guarantees: hand-computed values, limits, extremes and other libraries."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import dp_accounting
+import mpmath
+import numpy as np
+import pytest
+from dp_accounting import pld, rdp
+
+from expunge import gaussian
+from expunge.accounting import Execution, guarantee, log_delta, mu, survival_bound
+from expunge.errors import InputError
+from expunge.recipes import (
+    GradientClipping,
+    ModelClipping,
+    NoisyDescent,
+    OutputPerturbation,
+    Retraining,
+    RewindToDelete,
+)
+
+close = partial(pytest.approx, rel=1e-10)
+SMOOTH = {
+    "learning_rate": 0.1, "noise_std": 0.2, "gradient_bound": 3.0, "smoothness": 0.25,
+    "strong_convexity": 0.4, "examples": 100, "group_size": 4,
+}  # fmt: skip
+
+
+def clip_gradients(**changes) -> GradientClipping:
+    base = {
+        "start_clip": 1.5, "grad_clip": 2.0, "learning_rate": 0.02, "weight_decay": 5.0,
+        "steps": 4, "noise_std": 0.5,
+    }  # fmt: skip
+    return GradientClipping(**base | changes)
+
+
+def clip_models(**changes) -> ModelClipping:
+    base = {
+        "model_clip": 0.5, "learning_rate": 0.1, "weight_decay": 0.0, "noise_std": 0.5, "steps": 6
+    }  # fmt: skip
+    return ModelClipping(**base | changes)
+
+
+class TestOutputPerturbation:
+    def test_distance_over_noise(self) -> None:
+        recipe = OutputPerturbation(start_clip=3.0, noise_std=4.0)
+        assert mu(recipe) == close(1.5)
+        assert mu(recipe, compared_to="centre") == close(0.75)
+        assert guarantee(recipe, epsilon=1.0).delta == close(gaussian.delta(1.0, 1.5))
+        assert survival_bound(recipe) == close(math.erf(0.75 / math.sqrt(8)))
+
+    @pytest.mark.parametrize(("clip", "sigma", "value"), [(0, 0, 0), (0, 1, 0), (1, 0, math.inf)])
+    def test_without_distance_or_noise(self, clip, sigma, value) -> None:
+        assert mu(OutputPerturbation(start_clip=clip, noise_std=sigma)) == value
+
+    def test_nothing_is_certified_without_a_clip(self) -> None:
+        found = guarantee(OutputPerturbation(start_clip=math.inf, noise_std=1.0), delta=1e-5)
+        assert (found.epsilon, found.mu, found.survival_bound) == (math.inf, math.inf, 1.0)
+
+    @pytest.mark.parametrize("noise", [0.7, 2.0, 30.0])
+    def test_dp_accounting_agrees(self, noise: float) -> None:
+        """Their privacy loss distribution up to its grid; their Rényi bound from above."""
+        recipe = OutputPerturbation(start_clip=0.5, noise_std=noise)
+        event = dp_accounting.GaussianDpEvent(noise)
+        losses = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event)
+        renyi = rdp.RdpAccountant().compose(event)
+        for epsilon in (0.0, 0.1, 1.0, 3.0):
+            ours = guarantee(recipe, epsilon=epsilon).delta
+            assert ours == pytest.approx(losses.get_delta(epsilon), rel=1e-3, abs=1e-12)
+            assert ours <= renyi.get_delta(epsilon) * (1 + 1e-9) + 1e-300
+        ours = guarantee(recipe, delta=1e-5).epsilon
+        assert ours == pytest.approx(dp_accounting.get_epsilon_gaussian(noise, 1e-5), rel=1e-6)
+        assert ours <= renyi.get_epsilon(1e-5)
+
+
+class TestGradientClipping:
+    def test_one_step_by_hand(self) -> None:
+        one = clip_gradients(steps=1)
+        assert mu(one) == close((0.9 * 3 + 0.08) / 0.5)
+        assert mu(one, compared_to="centre") == close((0.9 * 1.5 + 0.08) / 0.5)
+        no_gradient = clip_gradients(steps=1, grad_clip=0.0)
+        assert mu(no_gradient) == close(0.9 * 3 / 0.5)
+
+    def test_one_step_is_what_dp_accounting_says(self) -> None:
+        one = clip_gradients(steps=1, noise_std=3.0)
+        event = dp_accounting.GaussianDpEvent(1 / mu(one))
+        losses = pld.PLDAccountant(value_discretization_interval=1e-3).compose(event)
+        assert guarantee(one, epsilon=0.7).delta == pytest.approx(losses.get_delta(0.7), rel=1e-3)
+
+    def test_start_noise_alone_and_with_steps(self) -> None:
+        """One more step in front: V gains (ρ^T σ0)²."""
+        recipe = clip_gradients(start_noise_std=2.0, steps=2)
+        W = 0.81 * 3 + 0.08 * 1.9
+        V = 0.81**2 * 4 + 0.25 * (1 + 0.81)
+        assert mu(recipe) == close(min(1.5, W / math.sqrt(V)))
+        assert mu(clip_gradients(start_noise_std=2.0, noise_std=0.0)) == close(1.5)
+        assert mu(clip_gradients(noise_std=0.0)) == math.inf
+
+    @pytest.mark.parametrize("start_noise", [0.0, 0.7])
+    @pytest.mark.parametrize("clip", [None, 0.3, 50.0])
+    @pytest.mark.parametrize("decay", [0.0, 5.0])
+    def test_constant_numbers_and_constant_lists_agree(self, start_noise, clip, decay) -> None:
+        base = {"start_noise_std": start_noise, "model_clip": clip, "weight_decay": decay}
+        numbers = clip_gradients(steps=30, **base)
+        lists = clip_gradients(steps=30, learning_rate=[0.02] * 30, noise_std=[0.5] * 30, **base)
+        mixed = clip_gradients(steps=30, noise_std=[0.5] * 30, **base)
+        assert mu(numbers) == close(mu(lists), rel=1e-11)
+        assert mu(numbers) == close(mu(mixed), rel=1e-11)
+
+    @pytest.mark.parametrize("seed", range(25))
+    def test_restarts_against_all_pairs(self, seed: int) -> None:
+        """Every projection may start the argument anew at 2R, every step may end it: O(T²)."""
+        rng = np.random.default_rng(seed)
+        T = int(rng.integers(1, 25))
+        gamma, sigma = rng.uniform(0, 0.05, T), rng.uniform(0, 1, T) * (rng.random(T) < 0.8)
+        C1, decay, R, D, start = rng.uniform([0, 0, 0.01, 0.1, 0], [5, 15, 3, 8, 1])
+        rho, s = 1 - gamma * decay, 2 * gamma * C1
+        best = D / start
+        starts = [(0, D, start**2)] + [(t + 1, 2 * R, sigma[t] ** 2) for t in range(T)]
+        for first, W, V in starts:
+            best = min(best, W / math.sqrt(V) if V > 0 else math.inf)
+            for t in range(first, T):
+                W, V = rho[t] * W + s[t], rho[t] ** 2 * V + sigma[t] ** 2
+                best = min(best, W / math.sqrt(V) if V > 0 else math.inf)
+        recipe = GradientClipping(
+            start_clip=D / 2, grad_clip=C1, learning_rate=gamma, weight_decay=decay, steps=T,
+            noise_std=sigma, start_noise_std=start, model_clip=R,
+        )  # fmt: skip
+        assert mu(recipe) == close(best)
+
+    def test_projection_to_the_centre_forgets_everything(self) -> None:
+        assert mu(clip_gradients(model_clip=0.0)) == 0
+        assert mu(clip_gradients(start_clip=0.0)) == 0
+        assert guarantee(clip_gradients(start_clip=0.0), delta=1e-9).epsilon == 0
+
+    def test_unbounded_gradients_leave_only_start_noise_and_projections(self) -> None:
+        assert mu(clip_gradients(grad_clip=math.inf)) == math.inf
+        assert mu(clip_gradients(grad_clip=math.inf, start_noise_std=6.0)) == close(0.5)
+        assert mu(clip_gradients(grad_clip=math.inf, model_clip=0.2)) == close(0.8)
+
+    def test_the_last_float_below_one_of_decay(self) -> None:
+        """ρ = 1 - γλ is rounded up: 0.1 · λ just below 1 leaves 1e-16, not 0 or half of it."""
+        rate, decay = 0.1, 9.999999999999998
+        exact = (1 - mpmath.mpf(rate) * mpmath.mpf(decay)) * 3 / mpmath.mpf(0.5)
+        ours = mu(clip_gradients(learning_rate=rate, weight_decay=decay, grad_clip=0.0, steps=1))
+        assert exact <= ours <= 3 * exact
+
+    @pytest.mark.parametrize("steps", [10**6, 10**12, 2**53])
+    def test_any_number_of_steps(self, steps: int) -> None:
+        """Without gradients D/(σ√T); with decay and gradients the limit S/√A."""
+        plain = clip_gradients(grad_clip=0.0, weight_decay=0.0, steps=steps)
+        assert mu(plain) == close(3 / 0.5 / math.sqrt(steps))
+        limit = (0.08 / 0.1) / math.sqrt(0.25 / (1 - 0.81))
+        assert mu(clip_gradients(steps=steps)) == close(limit)
+
+
+class TestModelClipping:
+    def test_recursion(self) -> None:
+        """ε̃ = log(1 + (e^ε - 1)/δ), δ ← δ θ_ε̃(2): 6 steps at (1, 1e-5), not 5."""
+        value = 1.0
+        for steps in range(1, 7):
+            value *= float(gaussian.delta(math.log1p(math.expm1(1.0) / value), 2.0))
+            assert guarantee(clip_models(steps=steps), epsilon=1.0).delta == close(value, rel=1e-9)
+        assert guarantee(clip_models(steps=6), epsilon=1.0).delta < 1e-5
+        assert guarantee(clip_models(steps=5), epsilon=1.0).delta > 1e-5
+
+    def test_start_noise_is_the_first_factor(self) -> None:
+        recipe = clip_models(steps=1, start_clip=2.0, start_noise_std=3.0)
+        first = float(gaussian.delta(0.5, 4 / 3))
+        expected = first * float(gaussian.delta(math.log1p(math.expm1(0.5) / first), 2.0))
+        assert guarantee(recipe, epsilon=0.5).delta == close(expected, rel=1e-9)
+        without = clip_models(steps=1, start_clip=2.0)
+        assert log_delta(without, 0.5) == log_delta(clip_models(steps=1), 0.5)
+
+    def test_compared_to_the_centre_the_first_step_is_half_as_far(self) -> None:
+        first = float(gaussian.delta(1.0, 1.0))
+        second = first * float(gaussian.delta(math.log1p(math.expm1(1.0) / first), 2.0))
+        found = guarantee(clip_models(steps=2), epsilon=1.0, compared_to="centre")
+        assert found.delta == close(second, rel=1e-9)
+        assert found.centre is not None
+        assert found.centre.delta == found.delta < found.retrained.delta
+        survival = math.erf(1 / math.sqrt(8)) * math.erf(2 / math.sqrt(8)) ** 8
+        nine = clip_models(steps=9)
+        assert survival_bound(nine) == close(survival, rel=1e-9)
+
+    def test_schedules(self) -> None:
+        varied = clip_models(noise_std=[0.5] * 6, learning_rate=[0.1] * 6)
+        assert log_delta(varied, 1.0) == log_delta(clip_models(), 1.0)
+        silent = clip_models(noise_std=[0.5, 0.0, 0.5, 0.0, 0.0, 0.5])
+        assert log_delta(silent, 1.0) == close(log_delta(clip_models(steps=3), 1.0))
+        assert log_delta(clip_models(noise_std=0.0), 1.0) == 0
+        assert log_delta(clip_models(model_clip=0.0), 1.0) == -math.inf
+        assert log_delta(clip_models(model_clip=math.inf), 1.0) == 0
+
+    def test_epsilon_of_delta(self) -> None:
+        found = guarantee(clip_models(), delta=1e-5)
+        assert found.mu is None
+        assert guarantee(clip_models(), epsilon=found.epsilon).delta <= 1e-5
+        assert guarantee(clip_models(), epsilon=found.epsilon * (1 - 1e-9)).delta > 1e-5
+
+    def test_as_many_steps_as_there_are(self) -> None:
+        assert log_delta(clip_models(steps=2**53), 1.0) < -5000
+        assert log_delta(clip_models(steps=2**53, model_clip=100.0), 1.0) == pytest.approx(0)
+
+
+class TestOtherMethods:
+    def test_retraining_is_perfect(self) -> None:
+        for given in ({"delta": 1e-300}, {"epsilon": 0.0}):
+            found = guarantee(Retraining(), **given)
+            assert (found.epsilon, found.mu, found.survival_bound) == (0.0, 0.0, 0.0)
+        assert guarantee(Retraining(), epsilon=0.0).delta == 0
+
+    def test_noisy_descent_by_hand(self) -> None:
+        """c = max(|1 - 0.04|, |1 - 0.065|) = 0.96, shift = 0.1 · 2 · 4 · 3/100 = 0.024."""
+        recipe = NoisyDescent(train_steps=3, steps=2, **SMOOTH)
+        W = 0.024 * 0.96**2 * (1 + 0.96 + 0.96**2)
+        V = 0.2**2 * sum(0.96 ** (2 * j) for j in range(5))
+        assert mu(recipe) == close(W / math.sqrt(V))
+        assert guarantee(recipe, delta=1e-5).centre is None
+
+    def test_noisy_descent_that_expands(self) -> None:
+        """Not convex: c = 1.065. One training step, one unlearning step: a line of two."""
+        recipe = NoisyDescent(train_steps=1, steps=1, convex=False, **SMOOTH)
+        assert mu(recipe) == close(0.024 * 1.065 / (0.2 * math.sqrt(1 + 1.065**2)))
+
+    def test_noisy_descent_limits(self) -> None:
+        def at(train: int, steps: int, **changes) -> float:
+            return mu(NoisyDescent(train_steps=train, steps=steps, **SMOOTH | changes))
+
+        falling = [at(50, steps) for steps in (1, 10, 100, 1000, 10**6, 10**12)]
+        assert all(b < a for a, b in itertools.pairwise(falling[:4]))
+        assert 0 < falling[-1] <= falling[-2] < 1e-12
+        assert at(10**12, 5) == close(at(10**4, 5), rel=1e-9)
+        assert at(5, 5, noise_std=0.0) == math.inf
+        assert at(5, 5, gradient_bound=0.0) == 0
+        assert at(50, 3, convex=False) > at(50, 3)
+        growing = [at(train, 3, convex=False) for train in (1, 5, 50, 500, 5000)]
+        assert all(b > a for a, b in itertools.pairwise(growing))
+
+    def test_noisy_descent_too_long_to_expand(self) -> None:
+        recipe = NoisyDescent(train_steps=10**9, steps=1, convex=False, **SMOOTH)
+        with pytest.raises(InputError) as error:
+            mu(recipe)
+        assert str(error.value) == (
+            "train_steps + steps is 1000000001; "
+            "it must be at most 10000000 where a step is no contraction"
+        )
+
+    def test_rewind_by_hand(self) -> None:
+        recipe = RewindToDelete(train_steps=5, steps=2, **SMOOTH)
+        assert mu(recipe) == close(0.96**2 * 0.024 * (1 + 0.96 + 0.96**2) / 0.2)
+        bent = RewindToDelete(train_steps=5, steps=2, convex=False, **SMOOTH)
+        assert mu(bent) == close(1.065**2 * 0.024 * (1 + 1.065 + 1.065**2) / 0.2)
+
+    def test_rewind_limits(self) -> None:
+        def at(train: int, steps: int, **changes) -> float:
+            return mu(RewindToDelete(train_steps=train, steps=steps, **SMOOTH | changes))
+
+        assert at(7, 7) == 0
+        falling = [at(10**6, steps) for steps in (1, 10, 100, 1000)]
+        assert all(b < a for a, b in itertools.pairwise(falling))
+        assert at(10**7, 1) == close(0.96 * 0.024 / 0.04 / 0.2, rel=1e-9)
+        assert 0 < at(10**7, 10**6) < 1e-200
+        assert at(10**6, 10**5, convex=False) == math.inf
+        assert at(10**6, 10**5, convex=False, gradient_bound=0.0) == 0
+        flat = {"smoothness": 0.0, "strong_convexity": 0.0}
+        assert at(1000, 400, **flat) == close(600 * 0.024 / 0.2, rel=1e-9)
+
+
+class TestExecution:
+    @pytest.mark.parametrize("n", [1, 2, 9, 100])
+    def test_releases_multiply_mu_by_their_root(self, n: int) -> None:
+        for recipe in (OutputPerturbation(start_clip=1.0, noise_std=3.0), clip_gradients()):
+            assert mu(recipe, execution=Execution(releases=n)) == close(math.sqrt(n) * mu(recipe))
+        shared = log_delta(clip_models(), 3.0, execution=Execution(releases=n))
+        together = math.log(n) + log_delta(clip_models(), 3.0 / n)
+        assert shared == close(min(together, 0.0), rel=1e-9)
+
+    def test_rounding_adds_to_each_step(self) -> None:
+        coarse = Execution(rounding=0.04)
+        assert mu(clip_gradients(), execution=coarse) == close(mu(clip_gradients(grad_clip=3.0)))
+        lists = clip_gradients(noise_std=[0.5] * 4)
+        assert mu(lists, execution=coarse) == close(mu(clip_gradients(), execution=coarse))
+        rewound = RewindToDelete(train_steps=5, steps=2, **SMOOTH)
+        z = 0.96**2 * 0.064 * (1 + 0.96 + 0.96**2) + 0.04 * 1.96
+        assert mu(rewound, execution=coarse) == close(z / 0.2)
+
+    def test_tail_is_added_on_both_sides(self) -> None:
+        recipe, tail = OutputPerturbation(start_clip=1.0, noise_std=3.0), 1e-7
+        plain = guarantee(recipe, epsilon=1.0).delta
+        found = guarantee(recipe, epsilon=1.0, execution=Execution(tail_delta=tail, releases=1))
+        assert found.delta == close(plain + (1 + math.e) * tail)
+        solved = guarantee(recipe, delta=1e-5, execution=Execution(tail_delta=tail))
+        assert solved.epsilon > guarantee(recipe, delta=1e-5).epsilon
+        again = guarantee(recipe, epsilon=solved.epsilon, execution=Execution(tail_delta=tail))
+        assert again.delta <= 1e-5
+        hopeless = guarantee(recipe, delta=1e-5, execution=Execution(tail_delta=0.1))
+        assert hopeless.epsilon == math.inf
+
+    def test_refused(self) -> None:
+        for given, sentence in (
+            ({"rounding": -1.0}, "rounding is -1.0; it must be a finite number >= 0"),
+            ({"rounding": math.nan}, "rounding is nan; it must be a finite number >= 0"),
+            ({"rounding": "0"}, "rounding is '0'; it must be a finite number >= 0"),
+            ({"tail_delta": 1.0}, "tail_delta is 1.0; it must be a number in [0, 1)"),
+            ({"releases": 0}, "releases is 0; it must be a whole number >= 1"),
+            ({"releases": 1.5}, "releases is 1.5; it must be a whole number >= 1"),
+            ({"releases": math.nan}, "releases is nan; it must be a whole number >= 1"),
+            ({"releases": True}, "releases is True; it must be a whole number >= 1"),
+        ):
+            with pytest.raises(InputError) as error:
+                Execution(**given)
+            assert str(error.value) == sentence
+
+
+class TestQuestions:
+    def test_one_of_two(self) -> None:
+        for given in ({}, {"delta": 0.1, "epsilon": 1.0}):
+            with pytest.raises(InputError) as error:
+                guarantee(clip_gradients(), **given)
+            assert str(error.value) == "give either delta or epsilon: the other one is computed"
+
+    @pytest.mark.parametrize("delta", [0, 1, -0.1, 2.0, math.nan, True, "0.1"])
+    def test_delta(self, delta) -> None:
+        with pytest.raises(InputError) as error:
+            guarantee(clip_gradients(), delta=delta)
+        assert str(error.value) == f"delta is {delta!r}; it must be a number in (0, 1)"
+
+    @pytest.mark.parametrize("epsilon", [-1.0, 710.0, math.inf, math.nan, True, "1"])
+    def test_epsilon(self, epsilon) -> None:
+        with pytest.raises(InputError) as error:
+            guarantee(clip_gradients(), epsilon=epsilon)
+        expected = f"epsilon is {epsilon!r}; it must be a number in [0, 709] "
+        assert str(error.value) == expected + "(e^epsilon must be finite)"
+
+    def test_compared_to(self) -> None:
+        with pytest.raises(InputError) as error:
+            guarantee(clip_gradients(), delta=0.1, compared_to="zero")
+        assert str(error.value) == "compared_to is 'zero'; it must be 'retrained' or 'centre'"
