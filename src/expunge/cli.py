@@ -282,6 +282,38 @@ def demo(
     run_demo(out, sign)
 
 
+@app.command()
+def audit(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+    trials: Annotated[
+        int | None, typer.Option(help="Runs of the engine; default: what --seconds allow.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time budget.")] = 60.0,
+    confidence: Annotated[float, typer.Option(help="All bounds hold with it.")] = 0.999,
+    seed: Annotated[int | None, typer.Option(help="Repeatable noise; default: system's.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Attack the engine with a run's recipe: 0 no contradiction, 1 the certificate is refuted."""
+    from expunge.auditing import list_facts
+    from expunge.mechanism import audit_run
+    from expunge.rendering import to_plain
+
+    found = audit_run(
+        directory,
+        trials=trials,
+        seconds=seconds,
+        confidence=confidence,
+        seed=seed,
+        progress=True,
+    )
+    if as_json:
+        _print_json(to_plain(found))
+    else:
+        typer.echo("\n".join(list_facts(found)))
+    if found.contradicts:
+        raise typer.Exit(1)
+
+
 def _collect(given: dict[str, Any]) -> dict[str, Any]:
     """The recipe as plain data from the options, or from --recipe with options on top."""
     names = (
