@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
+from expunge import jobcommands
 from expunge.errors import ExpungeError, InputError
 
 app = typer.Typer(
@@ -62,13 +63,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 @app.callback(invoke_without_command=True)
 def options(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the versions.")] = False,
 ) -> None:
     """Certified machine unlearning: accounts, plans, runs and certificates."""
     if version:
-        from expunge import __version__
-
-        typer.echo(f"expunge {__version__}")
+        jobcommands.show_version()
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -264,11 +263,14 @@ def show(
 @app.command()
 def report(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A run directory.")],
+    public: Annotated[
+        bool, typer.Option("--public", help="report-public.html: only what may be released.")
+    ] = False,
 ) -> None:
     """Write report.html anew from what a run directory holds."""
     from expunge.reporting import write_report
 
-    typer.echo(write_report(directory))
+    typer.echo(write_report(directory, public=public))
 
 
 @app.command()
@@ -280,6 +282,10 @@ def demo(
     from expunge.demo import run_demo
 
     run_demo(out, sign)
+
+
+for command in (jobcommands.unlearn, jobcommands.init, jobcommands.doctor):
+    app.command()(command)
 
 
 @app.command()

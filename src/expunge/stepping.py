@@ -96,7 +96,12 @@ class Loop:
             for t in show_progress(range(self.done, T), T, "unlearning", progress):
                 self._step(self.recipe, self._cycle, t, float(gamma[t]), float(sigma[t]))
                 if on_step is not None:
-                    on_step(self.done, self.subject.model)
+                    try:
+                        on_step(self.done, self.subject.model)
+                    except KeyboardInterrupt:
+                        if path is not None:
+                            self._save(path, identity)
+                        raise
                 if path is not None and self.done < T and time.monotonic() - saved >= seconds:
                     self._save(path, identity)
                     saved = time.monotonic()

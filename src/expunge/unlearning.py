@@ -85,8 +85,8 @@ def unlearn(
     model. ``loss_fn(output, target)`` may be None when batches are mappings and the model returns
     its own loss. Gradients that are not finite count as zero and are recorded. ``on_step(done,
     model)`` is called after every step; what it sees is not covered by any certificate. With
-    ``checkpoint`` the state is saved every ``checkpoint_seconds`` and at the end, and ``resume``
-    goes on from there with fresh noise.
+    ``checkpoint`` the state is saved every ``checkpoint_seconds``, at the end, and when ``on_step``
+    raises KeyboardInterrupt; ``resume`` goes on from there with fresh noise.
 
     >>> from expunge import GradientClipping
     >>> recipe = GradientClipping(start_clip=1.0, grad_clip=1.0, learning_rate=0.1,

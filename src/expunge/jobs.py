@@ -1,0 +1,293 @@
+"""A job run from start to end: measure, unlearn, fine-tune, certify, write.
+
+The output directory appears in one rename when all of it is there. Until then the run lives in a
+hidden folder beside it, from which it can be resumed.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expunge.certificate import Certificate, certify
+from expunge.directory import write_run
+from expunge.errors import UnlearningError
+from expunge.jobfile import JobFile, read_job
+from expunge.jobmetrics import summarise
+from expunge.jobtables import FinetuneTable
+from expunge.loading import importing_from
+from expunge.measuring import Measurement, measure
+from expunge.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE
+from expunge.noise import Noise, SeededNoise, SystemNoise
+from expunge.partition import make_loader
+from expunge.preparing import Prepared, digest_ids, prepare
+from expunge.recipes import method_name, to_dict
+from expunge.stopping import Stopper, catch_signals
+from expunge.tracking import Tracker
+from expunge.training import MakeOptimizer, fine_tune
+from expunge.unlearning import Run, Start, unlearn
+from expunge.workspace import check_output, open_workspace
+
+LOG = logging.getLogger("expunge")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A complete run directory, its certificate and what was measured."""
+
+    directory: Path
+    certificate: Certificate
+    metrics: dict[str, Any]
+
+
+def run_job(
+    path: str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> Finished:
+    """Run the job of a file; a :class:`expunge.stopping.Stopped` run can be resumed.
+
+    >>> run_job("/nowhere/job.toml")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
+    """
+    made = read_job(path)
+    target = made.locate(made.job.output.dir) if out is None else Path(out)
+    check_output(target, resume)
+    with importing_from(made.folder), catch_signals() as stopper:
+        ready = prepare(made)
+        check_output(target, resume, ready.needed_bytes)
+        with open_workspace(target, resume, _identify(made, ready)) as work:
+            running = _Running(made, ready, work, stopper, progress)
+            return running.finish(target)
+
+
+class _Running:
+    """One run on its way: what the steps below share."""
+
+    def __init__(
+        self,
+        made: JobFile,
+        ready: Prepared,
+        work: Path,
+        stopper: Stopper,
+        progress: bool,
+    ) -> None:
+        self.made, self.job, self.ready, self.work = made, made.job, ready, work
+        self.stopper, self.progress = stopper, progress
+        self.recipe = ready.settled.recipe
+        self.seed = 0 if self.job.method.seed is None else self.job.method.seed
+        self.started = time.monotonic()
+        board = self.job.output.tensorboard
+        self.tracker = Tracker(
+            work / "metrics.jsonl",
+            callback=ready.callback,
+            tensorboard=None if board is None else made.locate(board),
+        )
+        self.stages: list[dict[str, Any]] = []
+        self.losses: list[float] = []
+
+    def finish(self, target: Path) -> Finished:
+        """All of it; the directory appears at the end or not at all."""
+        with self.tracker:
+            run = self._run_all()
+            certificate = self._certify(run)
+            facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
+            self.tracker.tell("end", **facts, releasable=certificate.releasable)
+        metrics = summarise(
+            self.job,
+            run.record,
+            certificate,
+            stages=self.stages,
+            losses=self.losses,
+            counts=(len(self.ready.parts.retain), len(self.ready.parts.forget)),
+            seconds=time.monotonic() - self.started,
+        )
+        write_run(
+            target, model=run.model, record=run.record, certificate=certificate, metrics=metrics
+        )
+        try:
+            shutil.copyfile(self.work / "metrics.jsonl", target / "metrics.jsonl")
+        except OSError as error:
+            LOG.warning("the run is complete, but metrics.jsonl could not be kept: %s", error)
+        return Finished(target, certificate, metrics)
+
+    def _run_all(self) -> Run:
+        retain, forget = self.ready.parts.retain, self.ready.parts.forget
+        LOG.info(
+            "%s on %d parameters: %d samples kept, %d forgotten",
+            method_name(self.recipe), self.ready.parameters, len(retain), len(forget),
+        )  # fmt: skip
+        self.tracker.tell("start", recipe=to_dict(self.recipe), retain=len(retain))
+        self._measure(BEFORE, self.ready.model)
+        run = self._unlearn("model")
+        self.tracker.draw_trace(run.record.trace)
+        self._measure(AFTER_NOISE, run.model)
+        if self.job.finetune is not None:
+            run = self._tune(run, self.job.finetune)
+            self._measure(AFTER_TUNING, run.model)
+        if self.job.evaluation.control:
+            LOG.info("the control: the same from the centre, which never saw the old model")
+            control = self._unlearn("centre")
+            self._measure(AFTER_NOISE, control.model, CENTRE)
+            if self.job.finetune is not None:
+                control = self._tune(control, self.job.finetune)
+                self._measure(AFTER_TUNING, control.model, CENTRE)
+        return run
+
+    def _unlearn(self, start: Start) -> Run:
+        """The noisy steps. Only those from the old model are worth a checkpoint and patience."""
+        real, steps = start == "model", getattr(self.recipe, "steps", 1)
+        parent = self.ready.parent
+
+        def on_step(done: int, model: nn.Module) -> None:
+            if real and (done == steps or self.tracker.is_due("step")):
+                self.tracker.tell("step", step=done, steps=steps)
+            self.stopper.check()
+
+        self.stopper.patient = real
+        try:
+            run = unlearn(
+                self.ready.model,
+                make_loader(
+                    self.ready.parts.retain,
+                    self.job.method.batch_size,
+                    seed=self.seed,
+                    workers=self.job.data.workers,
+                ),
+                self.recipe,
+                loss_fn=self.ready.loss_fn,
+                centre=self.ready.centre,
+                noise=self._make_noise(),
+                start=start,
+                buffers=self.job.model.buffers,
+                public_buffers=self.job.model.public_buffers,
+                forget_ids=self.ready.parts.forget.ids,
+                retain_ids=self.ready.parts.retain.ids,
+                releases=self.job.target.releases,
+                parent=None if parent is None else parent.sha256,
+                progress=self.progress,
+                on_step=on_step,
+                checkpoint=self.work / "checkpoint.safetensors" if real else None,
+                checkpoint_seconds=self.job.output.checkpoint_seconds,
+                resume=real,
+            )
+        finally:
+            self.stopper.patient = False
+        self.stopper.check()
+        return run
+
+    def _tune(self, run: Run, table: FinetuneTable) -> Run:
+        real = run.record.start == "model"
+        losses: list[Tensor] = []
+        loader = make_loader(
+            self.ready.parts.retain,
+            table.batch_size,
+            seed=self.seed + 1,
+            workers=self.job.data.workers,
+        )
+
+        def watch(output: Any, target: Any) -> Tensor:
+            loss = self.ready.loss_fn(output, target)
+            if torch.is_grad_enabled():
+                losses.append(loss.detach())
+                if real and self.tracker.is_due("fine-tuning"):
+                    self.tracker.tell("fine-tuning", step=len(losses), loss=float(loss.detach()))
+            return loss
+
+        tuned = fine_tune(
+            run,
+            loader,
+            ids=self.ready.parts.retain.ids,
+            forget_ids=self.ready.parts.forget.ids,
+            epochs=table.epochs,
+            learning_rate=table.learning_rate,
+            weight_decay=table.weight_decay,
+            momentum=table.momentum,
+            schedule=table.schedule,
+            optimizer=_make_optimizer(table),
+            loss_fn=watch,
+            seed=self.seed,
+            progress=self.progress,
+        )
+        if real:
+            self.losses = [float(loss) for loss in losses]
+        return tuned
+
+    def _make_noise(self) -> Noise:
+        seed = self.job.method.seed
+        return SystemNoise() if seed is None else SeededNoise(seed)
+
+    def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
+        """One row of the table of accuracies, and of losses beside it."""
+        parts, table = self.ready.parts, self.job.evaluation
+        sets = {"retain": parts.retain, "forget": parts.forget, "test": parts.test}
+        row: dict[str, Any] = {"stage": stage} | ({} if arm is None else {"arm": arm})
+        shown: list[str] = []
+        for name, part in sets.items():
+            if part is not None and len(part) > 0 and name in table.sets:
+                loader = make_loader(
+                    part.first(table.most), table.batch_size, workers=self.job.data.workers
+                )
+                found = measure(model, loader, self.ready.loss_fn)
+                row |= {name: found.accuracy, f"{name}_loss": found.loss}
+                shown.append(f"{name} {_show(found)}")
+        LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
+        self.stages.append(row)
+        self.tracker.tell("evaluation", **row)
+
+    def _certify(self, run: Run) -> Certificate:
+        target = self.job.target
+        certificate = certify(
+            run.record,
+            delta=target.delta,
+            compared_to=target.compared_to,
+            parent=self.ready.parent,
+        )
+        if not certificate.epsilon <= target.epsilon:
+            raise UnlearningError(
+                f"the run certifies epsilon = {certificate.epsilon}, above its target "
+                f"{target.epsilon}; nothing is written"
+            )
+        if self.job.output.sign is not None:
+            certificate = certificate.sign(self.made.locate(self.job.output.sign))
+        return certificate
+
+
+def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
+    """What must not change between a run and its resumption."""
+    return {
+        "recipe": to_dict(ready.settled.recipe),
+        "batch_size": made.job.method.batch_size,
+        "seed": made.job.method.seed,
+        "forget set": digest_ids(ready.parts.forget.ids),
+        "retained set": digest_ids(ready.parts.retain.ids),
+    }
+
+
+def _make_optimizer(table: FinetuneTable) -> MakeOptimizer | None:
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    kind = kinds.get(table.optimizer)
+    if kind is None:
+        return None
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(parameters, lr=table.learning_rate, weight_decay=table.weight_decay)
+
+    return make
+
+
+def _show(found: Measurement) -> str:
+    if found.accuracy is None:
+        return f"loss {found.loss:.4g}"
+    return f"{100 * found.accuracy:.1f} %"

@@ -1,0 +1,166 @@
+"""The tables of a job file, their keys, and what each value must be, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOSSES = ("cross-entropy", "mse", "model")
+RUNNABLE = ("gradient-clipping", "model-clipping", "output-perturbation")
+NAMES = (*RUNNABLE, "plan")
+
+Function = Annotated[str, Field(pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$")]
+Text = Annotated[str, Field(min_length=1)]
+Weights = Annotated[str, Field(pattern=r"\.(safetensors|pt|pth|bin)$")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+_FUNCTION = '"module:function" or "path/to/file.py:function"'
+_WEIGHTS = "the path of a .safetensors, .pt, .pth or .bin file"
+_COUNT = "a whole number >= 1"
+_POSITIVE = "a finite number > 0"
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelTable(Table):
+    """``build()`` returns the module; ``weights`` are those of the old model."""
+
+    build: Function = Field(description=_FUNCTION)
+    weights: Weights = Field(description=_WEIGHTS)
+    loss: Text | None = Field(
+        None, description=f"one of {', '.join(LOSSES)}, or a function as {_FUNCTION}"
+    )
+    buffers: Literal["refuse", "reset"] = Field("refuse", description="'refuse' or 'reset'")
+    public_buffers: list[Text] = Field([], description="a list of names of buffers")
+    parent: Text | None = Field(
+        None, description="the path of the certificate of the model that weights holds"
+    )
+    device: Text | None = Field(None, description="the name of a torch device")
+
+
+class DataTable(Table):
+    """``load()`` returns ``{"train": …, "ids": …, "test": …}``; ``forget`` names what must go."""
+
+    load: Function = Field(description=_FUNCTION)
+    forget: Text = Field(description="the path of a text, CSV or Parquet file of identifiers")
+    column: Text | None = Field(None, description="the name of a column of the file of identifiers")
+    forgotten: list[Text] = Field([], description="a list of paths: the lists of earlier requests")
+    workers: Annotated[int, Field(ge=0)] = Field(0, description="a whole number >= 0")
+
+
+class TargetTable(Table):
+    """The (ε, δ) that the certificate must not exceed."""
+
+    epsilon: Annotated[Positive, Field(le=709)] = Field(description="a number > 0, at most 709")
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        description="a number between 0 and 1, both excluded"
+    )
+    compared_to: Literal["retrained", "centre"] = Field(
+        "retrained", description="'retrained' or 'centre'"
+    )
+    releases: Count = Field(1, description=_COUNT)
+
+
+class MethodTable(Table):
+    """``name``, and the recipe's parameters by their API names as further keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Literal[NAMES] = Field(description="one of " + ", ".join(NAMES))  # pyright: ignore[reportInvalidTypeForm]
+    batch_size: Count = Field(128, description=_COUNT)
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = Field(
+        None, description="a whole number >= 0 (noise for experiments, not for release)"
+    )
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What the method itself is given."""
+        return dict(self.model_extra or {})
+
+
+class PlanTable(Table):
+    """The further keys of ``name = "plan"``: those of :func:`expunge.planning.plan`."""
+
+    choose: Literal[RUNNABLE] | None = Field(None, description="one of " + ", ".join(RUNNABLE))  # pyright: ignore[reportInvalidTypeForm]
+    scale: Positive | None = Field(None, description=_POSITIVE)
+    steps: Count = Field(10, description=_COUNT)
+    learning_rate: Positive = Field(0.01, description=_POSITIVE)
+    weight_decay: NonNegative = Field(10.0, description="a finite number >= 0")
+
+
+class CentreTable(Table):
+    """Public weights that never depended on the forget data."""
+
+    weights: Weights = Field(description=_WEIGHTS)
+
+
+class FinetuneTable(Table):
+    """Training on retained data after the last noise."""
+
+    epochs: Positive = Field(description=_POSITIVE)
+    learning_rate: Positive = Field(description=_POSITIVE)
+    batch_size: Count = Field(128, description=_COUNT)
+    optimizer: Literal["sgd", "adam", "adamw"] = Field(
+        "sgd", description="'sgd', 'adam' or 'adamw'"
+    )
+    momentum: Annotated[NonNegative, Field(lt=1)] = Field(0.0, description="a number in [0, 1)")
+    weight_decay: NonNegative = Field(0.0, description="a finite number >= 0")
+    schedule: Literal["constant", "one-cycle"] = Field(
+        "constant", description="'constant' or 'one-cycle'"
+    )
+
+
+class EvaluationTable(Table):
+    """What is measured before, after the noise and after fine-tuning."""
+
+    sets: list[Literal["retain", "forget", "test"]] = Field(
+        ["retain", "forget", "test"], description="a list of 'retain', 'forget', 'test'"
+    )
+    batch_size: Count = Field(512, description=_COUNT)
+    most: Count | None = Field(None, description=f"{_COUNT}: at most so many samples of each set")
+    control: bool = Field(False, description="true or false: also run from the centre, to compare")
+    retraining_epochs: Positive | None = Field(
+        None, description=f"{_POSITIVE}: the epochs that training again would take, to compare"
+    )
+
+
+class OutputTable(Table):
+    """Where the run directory goes, and who else hears of the run."""
+
+    dir: Text = Field("run", description="the path of a directory")
+    sign: Text | None = Field(None, description="the path of an Ed25519 private key in PEM format")
+    title: Text | None = Field(None, description="a text for the report")
+    checkpoint_seconds: NonNegative = Field(30.0, description="a finite number >= 0")
+    tensorboard: Text | None = Field(None, description="the path of a directory for TensorBoard")
+    callback: Function | None = Field(None, description=_FUNCTION)
+
+
+class Job(Table):
+    """A whole job."""
+
+    model: ModelTable
+    data: DataTable
+    target: TargetTable
+    method: MethodTable
+    centre: CentreTable | None = None
+    finetune: FinetuneTable | None = None
+    evaluation: EvaluationTable = EvaluationTable.model_validate({})
+    output: OutputTable = OutputTable.model_validate({})
+
+
+TABLES: Mapping[str, type[Table]] = {
+    "model": ModelTable,
+    "data": DataTable,
+    "target": TargetTable,
+    "method": MethodTable,
+    "centre": CentreTable,
+    "finetune": FinetuneTable,
+    "evaluation": EvaluationTable,
+    "output": OutputTable,
+}

@@ -1,0 +1,67 @@
+"""The examples go from clone to verified certificate with the commands of the tutorial."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from expunge.certificate import Certificate
+from expunge.directory import FILES
+from expunge.metrics import parse_metrics
+from expunge.scaffolding import write_template
+from job_folder import make_environment, run
+
+ROOT = Path(__file__).parent.parent
+WORK = ".run.unfinished"
+
+
+def copy_example(name: str, target: Path) -> Path:
+    ignored = shutil.ignore_patterns("run", "*.safetensors", "__pycache__", ".*", "adapter")
+    shutil.copytree(ROOT / "examples" / name, target, ignore=ignored)
+    return target
+
+
+def test_the_example_of_ones_own_model_in_three_commands(tmp_path: Path) -> None:
+    folder = copy_example("own_model", tmp_path / "shop")
+    trained = subprocess.run(
+        [sys.executable, "-m", "shop.train"], cwd=folder, env=make_environment(), check=False
+    )
+    assert trained.returncode == 0
+    done = run("unlearn", "job.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "epsilon = 1, delta = 1e-05" in done.stdout
+    assert "1170 samples kept, 30 forgotten" in done.stderr
+    verified = run("verify", "run", cwd=folder)
+    assert verified.returncode == 0, verified.stderr
+    assert {*FILES, "metrics.jsonl"} == {path.name for path in (folder / "run").iterdir()}
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    last = {row["arm"]: row for row in parse_metrics(metrics).model_dump()["stages"]}
+    assert last["model-clipping"]["test"] > 0.85
+    assert last["centre"]["test"] > 0.85
+    assert not (folder / WORK).exists()
+
+
+def test_the_example_of_an_adapter_in_three_commands(tmp_path: Path) -> None:
+    folder = copy_example("lora", tmp_path / "lora")
+    subprocess.run([sys.executable, "own.py"], cwd=folder, env=make_environment(), check=True)
+    done = run("unlearn", "job.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "on 1024 parameters: 290 samples kept, 10 forgotten" in done.stderr
+    verified = run("verify", "run", cwd=folder)
+    assert verified.returncode == 0, verified.stderr
+    certificate = Certificate.load(folder / "run" / "certificate.json")
+    assert certificate.weights.centre is not None
+    assert "base_model.model.transformer.wte.weight" in certificate.weights.frozen_names
+    released = load_file(folder / "run" / "model.safetensors")
+    base = load_file(folder / "base.safetensors")
+    name = "transformer.wte.weight"
+    assert torch.equal(released[f"base_model.model.{name}"], base[name])
+
+
+def test_the_example_of_an_adapter_is_what_init_writes(tmp_path: Path) -> None:
+    for path in write_template(tmp_path, "lora"):
+        assert path.read_bytes() == (ROOT / "examples" / "lora" / path.name).read_bytes(), path
