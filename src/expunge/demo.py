@@ -133,6 +133,8 @@ def run_demo(out: str | Path, sign: str | Path | None = None) -> None:
 
     started = time.perf_counter()
     target = check_free(out)
+    # A network this small is slower on two threads than on one.
+    torch.set_num_threads(1)
     console = Console(highlight=False)
     stage = set_stage()
     rows: list[Row] = []
