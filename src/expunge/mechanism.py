@@ -72,7 +72,7 @@ BLOCK = 1 << 15
 PILOT_SHARE = 0.2
 LEAST_PILOT = 400
 CLEAR = 0.2  # of the claim must be proved by the pilot before an attack is preferred to the first
-MOST_TRIALS = 20_000_000
+MOST_TRIALS, MOST_ASKED = 20_000_000, 2**29
 IMPROBABLE = 1e-9
 SEEDS = 2**30
 _CENTRE = (0.3, -0.2, 0.1)
@@ -104,6 +104,8 @@ def audit_mechanism(
     claim = claim or make_claim(recipe, delta, compared_to)
     if not any(sigma > 0 for sigma in list_levels(recipe)):
         raise InputError.of("noise_std", 0.0, "above 0: without noise there is nothing to audit")
+    if not math.isfinite(claim.epsilon):
+        raise InputError("the recipe certifies no finite epsilon: there is nothing to audit")
     if _has_no_reference(recipe, compared_to):
         raise InputError.of(
             "learning_rate",
@@ -207,19 +209,27 @@ def _plan_trials(
     confidence: float,
     seed: int | None,
 ) -> int:
-    """``trials``, or what fits into the time left after a first block has been timed."""
+    """``trials``, or what fits into the time left after a few runs have been timed."""
     least = len(adversaries) * LEAST_PILOT + 2 * fewest_runs(confidence)
     if trials is not None:
-        if not least <= trials <= 2**40:
+        if not least <= trials <= MOST_ASKED:
             raise InputError.of(
-                "trials", trials, f"at least {least} for a confidence of {confidence}"
+                "trials", trials, f"{least} to {MOST_ASKED} for a confidence of {confidence}"
             )
         return trials
-    size = BLOCK if sum(sigma > 0 for sigma in list_levels(recipe)) < 100 else BLOCK // 16
-    began = time.monotonic()
-    _run(adversaries[0], size, seed, (1 << 22) - 1)
-    each = (time.monotonic() - began) / size
-    return int(min(max(0.9 * seconds / each, least), MOST_TRIALS))
+    began, each = time.monotonic(), math.inf
+    for size in (1024, _size_block(recipe)):
+        before = time.monotonic()
+        if before - began < 0.02 * seconds:
+            _run(adversaries[0], size, seed, (1 << 22) - 1)
+            each = (time.monotonic() - before) / size
+    left = 0.9 * seconds - (time.monotonic() - began)
+    return int(min(max(left / each, least), MOST_TRIALS))
+
+
+def _size_block(recipe: NoisyRecipe) -> int:
+    """Runs at once: about as much work in a block whatever the number of steps."""
+    return max(BLOCK * 64 // max(64, len(list_levels(recipe))), 1024)
 
 
 def _run(adversary: Adversary, trials: int, seed: int | None, first: int) -> tuple[Array, Array]:
@@ -235,8 +245,9 @@ def _run_blocks(
     recipe = adversary.recipe
     centre = torch.tensor(_CENTRE, dtype=torch.float64) * reach(recipe)
     steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
-    for place, start in enumerate(range(0, trials, BLOCK)):
-        rows = min(BLOCK, trials - start)
+    block = _size_block(recipe)
+    for place, start in enumerate(range(0, trials, block)):
+        rows = min(block, trials - start)
         model = Trials(adversary.start(rows) + centre, centre)
         public = {name: value.new_zeros(value.shape) for name, value in model.state_dict().items()}
         public["weight"] += centre[:2]
@@ -303,7 +314,8 @@ def _count(
     tests = (attempt.choice.mu, attempt.choice.epsilon, attempt.choice.delta)
     sums, done = np.zeros((3, 4), np.int64), 0
     blocks = _run_blocks(attempt.adversary, trials, seed, first)
-    shown = show_progress(range(0, trials, BLOCK), trials, "auditing", progress)
+    block = _size_block(attempt.adversary.recipe)
+    shown = show_progress(range(0, trials, block), trials, "auditing", progress)
     for _, (zero, one) in zip(shown, blocks, strict=False):
         scores = score(attempt.statistic, zero), score(attempt.statistic, one)
         for row, test in enumerate(tests):
