@@ -15,11 +15,12 @@ demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships 
 test: $(VENV)/.development  ## all tests and doctests, warnings as errors
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
 
-check: $(VENV)/.development  ## format, lint, types, layers, and nothing heavy at import
+check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothing heavy at import
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest -q -n 0 tests/test_surface.py
 
 bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json

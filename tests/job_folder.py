@@ -163,9 +163,10 @@ def run(
     )
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def call(*arguments: str | Path, together: bool = False) -> subprocess.CompletedProcess[str]:
     """What the command does, in this process: torch is imported already."""
-    out, err = io.StringIO(), io.StringIO()
+    out = io.StringIO()
+    err = out if together else io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["expunge", *map(str, arguments)])
         try:

@@ -54,8 +54,9 @@ def unlearn(
         return
     from expunge.rendering import format_up
 
+    shown = _shorten(done.directory)
     typer.echo(
-        f"{done.directory}: epsilon = {format_up(certificate.epsilon, 6)}, "
+        f"{shown}: epsilon = {format_up(certificate.epsilon, 6)}, "
         f"delta = {certificate.delta:g}, compared to {certificate.compared_to}"
     )
     last = {row["arm"]: row for row in done.metrics["stages"]}
@@ -63,7 +64,7 @@ def unlearn(
         typer.echo("  " + _describe_row(row))
     for warning in certificate.warnings:
         typer.echo(f"  {warning}")
-    typer.echo(f"  check it with: expunge verify {done.directory}")
+    typer.echo(f"  check it with: expunge verify {shown}")
 
 
 def init(
@@ -105,6 +106,11 @@ def show_version() -> None:
     typer.echo(f"expunge {versions.pop('expunge')}")
     shown = [f"{name} {number}" for name, number in versions.items() if number is not None]
     typer.echo(", ".join(shown))
+
+
+def _shorten(path: Path) -> Path:
+    """A path below the working folder without that folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _describe_row(row: dict[str, Any]) -> str:
