@@ -103,10 +103,10 @@ def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
             table.add_row(name + mark, *numbers)
     console.print(table)
     for name, meaning in COMPARISONS.items():
+        if name == "centre" and isinstance(recipe, ModelClipping):
+            meaning = "the same run with nothing but the public centre before its first noise"
         if name == "retrained" or found.centre is not None:
             console.print(f"  {name}: indistinguishable from {meaning}")
-    if isinstance(recipe, ModelClipping):
-        console.print("  (for the centre: its first step is the centre plus that step's noise)")
     console.print(f"  by {found.theorem}")
     if found.survival_bound is not None:
         console.print(

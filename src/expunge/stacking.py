@@ -27,7 +27,7 @@ from expunge.precision import NoisyRecipe, Precision, choose_precision, list_lev
 from expunge.randomness import untouched_random
 from expunge.stepping import Loop
 from expunge.subject import Centre, Subject, check_finite, copy_subject
-from expunge.vector import GridVector, Norms, Update, clip_factor
+from expunge.vector import GridVector, Norms, Update, clip_factor, truncate_cells
 
 
 def unlearn_stack(
@@ -118,7 +118,7 @@ class StackedVector(GridVector):
             chunk.cells.addcmul_(g, alpha, value=-1)
 
     def _shrink(self, cells: Tensor, factor: Any) -> None:
-        cells.copy_(torch.where(factor > 0, cells * factor, 0.0)).trunc_()
+        truncate_cells(cells.copy_(torch.where(factor > 0, cells * factor, 0.0)))
 
     def _tell(self, norm: Any, factor: Any, noise: float) -> Norms:
         return Norms(0.0, 0.0)
