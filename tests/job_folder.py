@@ -83,6 +83,18 @@ def load_dicts():
     return load() | {"train": [{"x": a, "labels": b} for a, b in zip(x[:50], y[:50])], "test": None}
 
 
+class Torn(Rows):
+    def __getitem__(self, i):
+        if i == 40:
+            raise ValueError("row 40 is torn")
+        return super().__getitem__(i)
+
+
+def load_torn():
+    x, y = make()
+    return load() | {"train": Torn(x[:50], y[:50])}
+
+
 def fail():
     raise RuntimeError("the disk of the shop is on fire")
 

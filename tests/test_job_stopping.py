@@ -81,6 +81,18 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     assert "is complete; there is nothing to resume" in over.stderr
 
 
+def test_a_run_that_fails_in_the_users_data_is_one_sentence_and_can_go_on(tmp_path: Path) -> None:
+    path = write_job(tmp_path, data={"load": "own.py:load_torn"}, evaluation={"sets": []})
+    done = call("unlearn", path)
+    assert done.returncode == 2
+    assert "the run failed in the model or its data: ValueError: row 40 is torn (" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()
+    write_job(tmp_path, data={"load": "own.py:load_rows"}, evaluation={"sets": []})
+    assert call("unlearn", path, "--resume").returncode == 0
+    verify(tmp_path / "run" / "certificate.json")
+
+
 def test_a_full_disk_leaves_no_certificate_and_can_be_resumed(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -99,6 +99,16 @@ def test_a_regression_is_measured_by_its_loss(tmp_path: Path) -> None:
     assert "test" not in rows[0]
 
 
+def test_a_model_that_diverged_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "forget.txt").write_text("3\n7\n")
+    wild = {"learning_rate": 1e30, "epochs": 5}
+    path = write_job(
+        tmp_path, data={"load": "own.py:load_regression"}, model={"loss": "mse"}, finetune=wild
+    )
+    run_job(path)
+    assert "the new model holds values that are not finite" in caplog.text
+
+
 def test_the_control_and_the_cost_of_training_again_are_told(tmp_path: Path) -> None:
     path = write_job(tmp_path, evaluation={"control": True, "retraining_epochs": 30, "most": 20})
     metrics = run_job(path).metrics
@@ -131,6 +141,13 @@ def test_a_second_request_is_chained_and_keeps_the_first_one_out(tmp_path: Path)
     assert verify(certificate, parent=tmp_path / "run" / "certificate.json") == done.certificate
     kept = [f"p{i}" for i in range(50) if i not in (3, 7, 31, 11, 12)]
     assert opens(RunRecord.load(tmp_path / "run2" / "record.json").retain, kept)
+    third = {"weights": "run2/model.safetensors", "parent": "run2/certificate.json"}
+    (tmp_path / "forget3.txt").write_text("p40\n")
+    data |= {"forget": "forget3.txt", "forgotten": ["forget2.txt"]}
+    with pytest.raises(InputError, match=r"the data are not what the parent .* retained"):
+        run_job(write_job(tmp_path, model=third, data=data, output={"dir": "run3"}))
+    data["forgotten"] = ["forget.txt", "forget2.txt"]
+    run_job(write_job(tmp_path, model=third, data=data, output={"dir": "third"}))
     (tmp_path / "else.txt").write_text("p20\n")
     data["forgotten"] = ["else.txt"]
     with pytest.raises(InputError, match=r"none of data\.forgotten is the list that the parent"):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from expunge.certificate import Certificate, certify
 from expunge.directory import write_run
-from expunge.errors import UnlearningError
+from expunge.errors import ExpungeError, UnlearningError
 from expunge.jobfile import JobFile, read_job
 from expunge.jobmetrics import summarise
 from expunge.jobtables import FinetuneTable
-from expunge.loading import importing_from
+from expunge.loading import explain, importing_from
 from expunge.measuring import Measurement, measure
 from expunge.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE
 from expunge.noise import Noise, SeededNoise, SystemNoise
@@ -100,7 +100,13 @@ class _Running:
     def finish(self, target: Path) -> Finished:
         """All of it; the directory appears at the end or not at all."""
         with self.tracker:
-            run = self._run_all()
+            try:
+                run = self._run_all()
+            except (ExpungeError, OSError):
+                raise
+            except Exception as error:
+                raise explain("the run failed in the model or its data", error) from error
+            self._check_finite(run)
             certificate = self._certify(run)
             facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
             self.tracker.tell("end", **facts, releasable=certificate.releasable)
@@ -245,6 +251,11 @@ class _Running:
         LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
+
+    def _check_finite(self, run: Run) -> None:
+        """A model that fine-tuning drove to infinity is certified, and of no use."""
+        if not all(bool(torch.isfinite(p).all()) for p in run.model.parameters()):
+            LOG.warning("the new model holds values that are not finite; lower the learning rates")
 
     def _certify(self, run: Run) -> Certificate:
         target = self.job.target

@@ -51,6 +51,9 @@ class DataTable(Table):
     forget: Text = Field(description="the path of a text, CSV or Parquet file of identifiers")
     column: Text | None = Field(None, description="the name of a column of the file of identifiers")
     forgotten: list[Text] = Field([], description="a list of paths: the lists of earlier requests")
+    changed: bool = Field(
+        False, description="true if samples came or went since the parent's run, else false"
+    )
     workers: Annotated[int, Field(ge=0)] = Field(0, description="a whole number >= 0")
 
 

@@ -64,11 +64,23 @@ def explaining(what: str) -> Generator[None]:
     except ExpungeError:
         raise
     except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise InputError(
-            f"{what}: {type(error).__name__}: {reason} ({frame.filename}, line {frame.lineno})"
-        ) from error
+        raise explain(what, error) from error
+
+
+def explain(what: str, error: Exception) -> InputError:
+    """One sentence for what somebody's code raised.
+
+    >>> try:
+    ...     {}["shop"]
+    ... except KeyError as error:
+    ...     str(explain("data.load failed", error))[:42]
+    "data.load failed: KeyError: 'shop' (<docte"
+    """
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    reason = str(error).strip().split("\n")[0] or type(error).__name__
+    return InputError(
+        f"{what}: {type(error).__name__}: {reason} ({frame.filename}, line {frame.lineno})"
+    )
 
 
 def build_model(build: Callable[[], Any], field: str = "model.build") -> nn.Module:

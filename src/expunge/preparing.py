@@ -61,6 +61,7 @@ def prepare(made: JobFile) -> Prepared:
     with explaining("data.load failed"):
         loaded = load()
     parts = part_data(loaded, _read_forget(made), _read_forgotten(made))
+    _check_earlier(made, parts)
     model = build_model(build)
     given = read_weights(made.locate(job.model.weights), "model.weights")
     kept = put_weights(model, given, "model.weights")
@@ -128,24 +129,45 @@ def _read_forget(made: JobFile) -> list[str]:
 
 
 def _read_forgotten(made: JobFile) -> list[str]:
-    """The identifiers of earlier requests; the parent's own must be among the lists."""
-    data, model = made.job.data, made.job.model
-    lists = [
+    """The identifiers of earlier requests."""
+    return [name for names in _read_lists(made) for name in names]
+
+
+def _read_lists(made: JobFile) -> list[list[str]]:
+    data = made.job.data
+    return [
         read_ids(made.locate(name), None if Path(name).suffix == ".txt" else data.column)
         for name in data.forgotten
     ]
-    if model.parent is not None:
-        record = made.locate(model.parent).with_name("record.json")
-        if record.is_file():
-            forget = RunRecord.load(record).forget
-            if forget is not None and not any(opens(forget, set(names)) for names in lists):
-                raise InputError(
-                    f"none of data.forgotten is the list that the parent {model.parent} forgot; "
-                    "name it, so that it stays out of the retained data"
-                )
-        else:
-            LOG.warning("there is no %s: data.forgotten is taken on trust", record)
-    return [name for names in lists for name in names]
+
+
+def _check_earlier(made: JobFile, parts: Parts) -> None:
+    """Earlier requests stay out of the retained data, as far as the parent's record can tell.
+
+    The parent's retained set is this run's two sets together, unless data came or went since; its
+    forget set must be among the lists.
+    """
+    parent = made.job.model.parent
+    if parent is None:
+        return
+    path = made.locate(parent).with_name("record.json")
+    if not path.is_file():
+        LOG.warning("there is no %s: data.forgotten is taken on trust", path)
+        return
+    record = RunRecord.load(path)
+    lists = _read_lists(made)
+    if record.forget is not None and not any(opens(record.forget, set(n)) for n in lists):
+        raise InputError(
+            f"none of data.forgotten is the list that the parent {parent} forgot; name it, so that "
+            "it stays out of the retained data"
+        )
+    now = (*parts.retain.ids, *parts.forget.ids)
+    known = record.retain is not None and opens(record.retain, now)
+    if not known and not made.job.data.changed:
+        raise InputError(
+            f"the data are not what the parent {parent} retained; name the lists of all earlier "
+            "requests in data.forgotten, or set data.changed = true if samples came or went since"
+        )
 
 
 def _read_centre(made: JobFile, model: nn.Module) -> dict[str, Tensor] | None:
@@ -166,7 +188,8 @@ def _read_centre(made: JobFile, model: nn.Module) -> dict[str, Tensor] | None:
 
 def _find_loss(made: JobFile, retain: Part) -> LossFunction:
     name = made.job.model.loss
-    sample = retain.dataset[retain.positions[0]] if retain.tensors is None else None
+    with explaining("data.load: a sample of train cannot be read"):
+        sample = retain.dataset[retain.positions[0]] if retain.tensors is None else None
     found = find_loss(name, sample)
     if found is None:
         return load_function("model.loss", name or "", made.folder)
