@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from expunge.accounting import Bound, Execution, Guarantee, guarantee
+    from expunge.auditing import Audit
     from expunge.batching import Batches
     from expunge.calibration import calibrate
     from expunge.certificate import Certificate, certify
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         UnlearningError,
         VerificationError,
     )
+    from expunge.mechanism import audit_mechanism, audit_run
     from expunge.noise import SeededNoise, SystemNoise
     from expunge.planning import Candidate, Plan, plan
     from expunge.recipes import (
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Audit",
     "Batches",
     "Bound",
     "CalibrationError",
@@ -76,6 +79,8 @@ __all__ = [
     "TrainingLog",
     "UnlearningError",
     "VerificationError",
+    "audit_mechanism",
+    "audit_run",
     "calibrate",
     "certify",
     "commit",
@@ -93,6 +98,7 @@ __all__ = [
 
 _HOMES = {
     "accounting": ("Bound", "Execution", "Guarantee", "guarantee"),
+    "auditing": ("Audit",),
     "batching": ("Batches",),
     "calibration": ("calibrate",),
     "certificate": ("Certificate", "certify"),
@@ -106,6 +112,7 @@ _HOMES = {
         "UnlearningError",
         "VerificationError",
     ),
+    "mechanism": ("audit_mechanism", "audit_run"),
     "noise": ("SeededNoise", "SystemNoise"),
     "planning": ("Candidate", "Plan", "plan"),
     "recipes": (
