@@ -118,6 +118,17 @@ class TestOracle:
             assert exact_theta(e, ours * (1 + 1e-9))[0] >= target, (e, d)
         assert len(epsilons) > 200
 
+    @pytest.mark.parametrize("mu", [1e3, 1.7e4, 3.3e6, 1.1e8, 7e10])
+    def test_far_beyond_the_range_rounding_of_the_ratio_stays_safe(self, mu: float) -> None:
+        """ε is about μ²/2 here, and one float of ε/μ moves δ by a visible amount."""
+        for delta in (1e-200, 1e-5, 0.3, 0.5, 0.9, 1 - 1e-9):
+            ours = mpmath.mpf(float(gaussian.epsilon(mu, delta)))
+            assert exact_theta(ours, mu)[0] <= delta
+            assert exact_theta(ours * (1 - 1e-14), mu)[0] >= delta
+            for nudge in (-3e-16, 1e-15, 3e-15):
+                near = float(ours * (1 + nudge))
+                assert gaussian.delta(near, mu) >= exact_theta(near, mu)[0]
+
     @pytest.mark.parametrize("mu", [3.0, 20.0, 100.0])
     @pytest.mark.parametrize("k", [1, 2, 1000])
     def test_delta_next_to_one_keeps_its_digits(self, mu: float, k: int) -> None:
