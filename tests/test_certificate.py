@@ -18,7 +18,6 @@ from expunge.certificate import Certificate, certify, parse
 from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.hashing import write_safetensors
 from expunge.recipes import (
-    GroupDPSGD,
     OutputPerturbation,
 )
 from expunge.record import RunRecord, Trace
@@ -306,12 +305,6 @@ def test_outside_the_clip_is_refused() -> None:
     trace = replace(make_trace(MODEL), model_norm=[0.6] * 6)
     with pytest.raises(UnlearningError, match="outside its clip"):
         certify(make_record(MODEL, trace=trace), delta=1e-5)
-
-
-def test_methods_that_do_not_run_on_request_are_refused() -> None:
-    recipe = GroupDPSGD(clip=1.0, noise_multiplier=1.0, sampling_rate=0.1, steps=10, group_size=2)
-    with pytest.raises(UnlearningError, match="the epsilon of DP-SGD comes from one accountant"):
-        certify(make_record(recipe, trace=Trace()), delta=1e-5)
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1.0, math.nan])

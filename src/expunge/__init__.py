@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from expunge.accounting import Bound, Execution, Guarantee, guarantee
     from expunge.auditing import Audit
+    from expunge.baselines import GaussianInitialisation, retrain
     from expunge.batching import Batches
     from expunge.calibration import calibrate
     from expunge.certificate import Certificate, certify
     from expunge.directory import write_run
+    from expunge.dpsgd import train_dpsgd
     from expunge.errors import (
         CalibrationError,
         CertificateError,
@@ -62,6 +64,7 @@ __all__ = [
     "Evaluation",
     "Execution",
     "ExpungeError",
+    "GaussianInitialisation",
     "GradientClipping",
     "GroupDPSGD",
     "Guarantee",
@@ -89,7 +92,9 @@ __all__ = [
     "guarantee",
     "opens",
     "plan",
+    "retrain",
     "train",
+    "train_dpsgd",
     "unlearn",
     "verify",
     "verify_chain",
@@ -99,10 +104,12 @@ __all__ = [
 _HOMES = {
     "accounting": ("Bound", "Execution", "Guarantee", "guarantee"),
     "auditing": ("Audit",),
+    "baselines": ("GaussianInitialisation", "retrain"),
     "batching": ("Batches",),
     "calibration": ("calibrate",),
     "certificate": ("Certificate", "certify"),
     "directory": ("write_run",),
+    "dpsgd": ("train_dpsgd",),
     "errors": (
         "CalibrationError",
         "CertificateError",

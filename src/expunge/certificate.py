@@ -33,7 +33,7 @@ from expunge.checking import find_contradictions, summarise_schedule
 from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.files import read_limited, write_atomic
 from expunge.problems import Problem
-from expunge.recipes import Recipe
+from expunge.recipes import GroupDPSGD, Recipe
 from expunge.record import Commitment, RunRecord, decode, encode
 from expunge.schema import SCHEMA_VERSION, CertificateWire
 from expunge.signing import sign_bytes
@@ -209,8 +209,22 @@ def certify(
             f"this run certifies nothing at delta = {delta}: epsilon is {max(bounds):g}, "
             f"and above {MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
         )
+    if isinstance(record.recipe, GroupDPSGD):
+        _confirm(record.recipe, found)
     plain = _describe_run(record, parent) | _describe_guarantee(record, found, ideal)
     return _complete(plain)
+
+
+def _confirm(recipe: GroupDPSGD, found: Guarantee) -> None:
+    """Refuse a claim about DP-SGD that its second computation cannot confirm."""
+    from expunge.recomputation import recompute
+
+    try:
+        confirmed = recompute(recipe, "retrained", Execution())[1](found.epsilon) <= found.delta
+    except InputError as error:
+        raise UnlearningError(f"this run cannot be certified: {error}") from None
+    if not confirmed:
+        raise UnlearningError("this run cannot be certified: the two accountants disagree")
 
 
 def check_link(child: Mapping[str, str | None], parent: Certificate) -> list[str]:

@@ -193,6 +193,16 @@ def _cost(recipe: DescentRecipe, problem: Problem, exponent: int, size: int) -> 
     return value
 
 
+DPSGD_ASSUMPTIONS = (
+    "computed: every clipped gradient was cut to a grid and summed without rounding, and every "
+    "batch was a Poisson sample from a secret stream of its own.",
+    "assumed: an example's gradient depends on the example and on the weights alone, to its last "
+    "digit, and not on the rest of the batch.",
+    "assumed: the start, the learning rates and the number that sums were divided by do not depend "
+    "on the forget set.",
+)
+
+
 def describe_assumptions(recipe: DescentRecipe, problem: Problem) -> Sequence[str]:
     """Every constant the guarantee rests on, each marked "computed" or "assumed"."""
     G, L_f = recipe.gradient_bound, recipe.smoothness

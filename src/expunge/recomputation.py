@@ -6,8 +6,8 @@ this one iterates the theorems as they stand (THEORY sections 2 to 4) with mpmat
     W ← ρ_t W + s_t,   V ← ρ_t² V + σ_t²,   μ² = min over prefixes of W²/V      gradient clipping
     γ ← 1 + (e^ε - 1)/δ,   δ ← δ θ_{log γ}(2 C2/σ_t)                            model clipping
 
-Domain: every method that can be certified; full-batch descent in
-``expunge.recomputation_descent``.
+Domain: every method; full-batch descent in ``expunge.recomputation_descent``, DP-SGD, to eight
+digits instead of fifty, in ``expunge.recomputation_dpsgd``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from expunge.recipes import (
     schedule,
 )
 from expunge.recomputation_descent import recompute_descent
+from expunge.recomputation_dpsgd import recompute_group_delta
 
 Array = npt.NDArray[np.float64]
 _DECIMAL = decimal.Context(
@@ -58,7 +59,7 @@ def make_context(digits: int = 50) -> MPContext:
 
 
 def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) -> Number | None:
-    """μ of the whole run in 50 digits; None for model clipping, which is not accounted in GDP.
+    """μ of the whole run in 50 digits; None for the methods that are not accounted in GDP.
 
     >>> from expunge.accounting import IDEAL
     >>> float(recompute_mu(OutputPerturbation(start_clip=1.0, noise_std=4.0), "retrained", IDEAL))
@@ -69,7 +70,7 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
     match recipe:
         case Retraining():
             return mp.mpf(0)
-        case ModelClipping():
+        case ModelClipping() | GroupDPSGD():
             return None
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
             square = _divide(mp, (starts * mp.mpf(C0)) ** 2, mp.mpf(sigma) ** 2)
@@ -77,8 +78,6 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
             square = _gradient_clipping(mp, recipe, starts * mp.mpf(recipe.start_clip), execution)
         case NoisyDescent() | RewindToDelete():
             square = mp.mpf(str(recompute_descent(recipe, execution.rounding)))
-        case GroupDPSGD():
-            raise InputError.of("method", "group-dp-sgd", "a method with a second accountant")
     return mp.sqrt(square * execution.releases)
 
 
@@ -102,10 +101,15 @@ def recompute(
     @functools.cache
     def delta_at(epsilon: Number) -> Number:
         epsilon = mp.mpf(epsilon)
-        if isinstance(recipe, ModelClipping):
-            value = n * _model_clipping(mp, recipe, epsilon / n, compared_to)
-        else:
-            value = theta(mp, epsilon, mp.mpf(mu))
+        match recipe:
+            case ModelClipping():
+                value = n * _model_clipping(mp, recipe, epsilon / n, compared_to)
+            case GroupDPSGD(sampling_rate=1.0, group_size=k, steps=T, noise_multiplier=z):
+                value = theta(mp, epsilon, _divide(mp, k * mp.sqrt(T), mp.mpf(z)))
+            case GroupDPSGD():
+                value = mp.mpf(recompute_group_delta(recipe, float(epsilon)))
+            case _:
+                value = theta(mp, epsilon, mp.mpf(mu))
         return min(value + (1 + mp.exp(epsilon)) * tail, mp.mpf(1))
 
     return mu, delta_at

@@ -63,6 +63,15 @@ class RetrainingWire(Wire):
     method: Literal["retraining"]
 
 
+class GroupDPSGDWire(Wire):
+    method: Literal["group-dp-sgd"]
+    clip: Annotated[float, Field(gt=0)]
+    noise_multiplier: Real
+    sampling_rate: Annotated[float, Field(gt=0, le=1)]
+    steps: Positive
+    group_size: Positive
+
+
 class _FullBatchWire(Wire):
     """``gradient_bound``, ``smoothness`` and ``convex`` are what ``problem`` says they rest on."""
 
@@ -91,6 +100,7 @@ RecipeWire = Annotated[
     | GradientClippingWire
     | ModelClippingWire
     | RetrainingWire
+    | GroupDPSGDWire
     | NoisyDescentWire
     | RewindToDeleteWire,
     Field(discriminator="method"),

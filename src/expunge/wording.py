@@ -11,7 +11,7 @@ import json
 import math
 from typing import Any
 
-from expunge.problems import Problem, describe_assumptions
+from expunge.problems import DPSGD_ASSUMPTIONS, Problem, describe_assumptions
 from expunge.recipes import NoisyDescent, RewindToDelete, from_dict
 from expunge.schema import (
     CertificateWire,
@@ -26,12 +26,13 @@ _NAMES = {
     "gradient-clipping": "noisy fine-tuning with gradient clipping",
     "model-clipping": "noisy fine-tuning with model clipping",
     "retraining": "retraining",
+    "group-dp-sgd": "DP-SGD and group privacy",
     "noisy-descent": "noisy full-batch descent",
     "rewind-to-delete": "rewinding full-batch descent, with noise at the end",
 }
 
 # Their guarantee covers the training too, so the reference is that training without the forget set.
-_TRAINING = ("noisy-descent", "rewind-to-delete")
+_TRAINING = ("group-dp-sgd", "noisy-descent", "rewind-to-delete")
 
 _VOID_IF = (
     "a radius, a clip or the centre was chosen by looking at the trained weights or at the "
@@ -119,8 +120,10 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
 
 
 def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
-    """What the guarantee rests on beside the run itself: nothing, but for full-batch descent."""
+    """What the guarantee rests on beside the run itself: nothing, for the clipping methods."""
     wire, problem = certificate.recipe, certificate.problem
+    if wire.method == "group-dp-sgd":
+        return DPSGD_ASSUMPTIONS
     if not isinstance(wire, NoisyDescentWire | RewindToDeleteWire) or problem is None:
         return ()
     recipe = from_dict(wire.model_dump())
@@ -136,6 +139,11 @@ def name_reference(certificate: CertificateWire) -> str:
         return "the same steps with the same noise, all on the retained data"
     if certificate.compared_to == "retrained":
         return "the same run started from a model retrained without the forget set"
+    if certificate.recipe.method == "model-clipping":
+        return (
+            "the same run with the public centre and nothing else before its first noise, "
+            "which never saw the forget set"
+        )
     return "the same run started from the public centre, which never saw the forget set"
 
 

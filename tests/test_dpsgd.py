@@ -1,0 +1,409 @@
+"""DP-SGD: what is summed, what is added, what is sampled, and what is certified."""
+
+import json
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from engine import equal, flatten, make_mlp, train_by_hand
+from expunge import GroupDPSGD, SeededNoise, SystemNoise, certify, guarantee, verify
+from expunge.batching import Batches
+from expunge.certificate import Certificate
+from expunge.dpsgd import NoisySum, PoissonSampler, choose_grid, train_dpsgd
+from expunge.errors import InputError, UnlearningError, VerificationError
+from expunge.group import group_log_delta
+from expunge.randomness import capture_random
+from expunge.recomputation_dpsgd import recompute_group_delta
+from expunge.subject import copy_subject
+from expunge.weights import save_weights
+
+torch.set_num_threads(1)
+N = 40
+RECIPE = GroupDPSGD(clip=0.5, noise_multiplier=2.0, sampling_rate=0.2, steps=12, group_size=2)
+
+
+def make_data(seed=0, count=N):
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=g)
+    y = torch.randint(0, 3, (count,), generator=g)
+    return Batches(x, y, batch_size=count, ids=[f"s{i}" for i in range(count)])
+
+
+def go(recipe=RECIPE, model=None, data=None, **options):
+    given = {"learning_rate": 0.1, "noise": SeededNoise(0)} | options
+    return train_dpsgd(make_mlp() if model is None else model, data or make_data(), recipe, **given)
+
+
+def make_sum(recipe, count=N, model=None):
+    subject = copy_subject(make_mlp() if model is None else model, None)
+    return NoisySum(subject, recipe, cross_entropy, SeededNoise(0), count), subject
+
+
+# --- limits
+
+
+def test_without_clip_noise_and_sampling_it_is_full_batch_sgd():
+    data = make_data()
+    free = GroupDPSGD(clip=1e6, noise_multiplier=0.0, sampling_rate=1.0, steps=9, group_size=1)
+    run = go(free, data=data, weight_decay=0.2)
+    plain = train_by_hand(make_mlp(), [(data.inputs, data.targets)], 9, 0.1, 0.2)
+    assert torch.allclose(flatten(run.model), flatten(plain), rtol=1e-5, atol=1e-7)
+    assert run.record.grid == 0
+    assert run.record.noise["source"] == "none"
+    with pytest.raises(UnlearningError, match="cannot be certified"):
+        certify(run.record, delta=1e-5)
+
+
+def test_sum_is_that_of_gradients_taken_one_by_one():
+    data = make_data()
+    recipe = replace(RECIPE, noise_multiplier=0.0)
+    mechanism, subject = make_sum(recipe)
+    mechanism.release(0, [(data.inputs[:25], data.targets[:25])], 1.0)
+    expected = torch.zeros(subject.size, dtype=torch.float64)
+    model = make_mlp()
+    for x, y in zip(data.inputs[:25], data.targets[:25], strict=True):
+        model.zero_grad()
+        cross_entropy(model(x[None]), y[None]).backward()
+        g = torch.cat([p.grad.reshape(-1).double() for p in model.parameters()])
+        expected += g * min(1.0, recipe.clip / float(g.norm()))
+    found = torch.cat([p.grad.reshape(-1).double() for p in subject.certified.values()])
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert found.norm() > 1
+
+
+@pytest.mark.parametrize("physical_batch", [1, 7, 1000])
+def test_chunks_change_nothing_but_memory(physical_batch):
+    found = flatten(go(physical_batch=physical_batch).model)
+    assert torch.allclose(found, flatten(go().model), rtol=1e-5, atol=1e-6)
+
+
+# --- the sensitivity, in exact arithmetic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_one_example_moves_the_sum_by_at_most_the_clip(dtype, scale):
+    """Whole cells: the difference of two sums, in integers, against (C/grid)²."""
+    data, model = make_data(), make_mlp().to(dtype)
+    for p in model.parameters():
+        p.data.mul_(scale)
+    mechanism, _ = make_sum(RECIPE, model=model)
+    x, y = data.inputs.to(dtype), data.targets
+    limit = (Fraction(RECIPE.clip) / Fraction(mechanism.grid)) ** 2
+    largest = 0
+    for i in range(8):
+        cells = []
+        for rows in (slice(0, i + 1), slice(0, i)):
+            mechanism._sum.zero_()
+            for j in range(rows.stop):
+                mechanism._add(x[j : j + 1], y[j : j + 1])
+            cells.append([int(v) for v in mechanism._sum.tolist()])
+            assert mechanism._sum.frac().abs().max() == 0
+        moved = sum((a - b) ** 2 for a, b in zip(*cells, strict=True))
+        largest = max(largest, moved)
+        assert moved <= limit
+    if scale >= 1:
+        assert largest > limit * 0.95
+
+
+def test_an_example_that_is_not_finite_counts_as_zero():
+    data = make_data()
+    data.inputs[3] = math.nan
+    run = go(replace(RECIPE, sampling_rate=1.0), data=data)
+    assert torch.isfinite(flatten(run.model)).all()
+    assert all(run.record.trace.nonfinite)
+
+
+def test_sums_that_could_round_are_refused():
+    with pytest.raises(InputError, match="noise_multiplier is 1e-08"):
+        choose_grid(replace(RECIPE, noise_multiplier=1e-8), 10**6)
+
+
+# --- the noise
+
+
+def test_realised_noise_matches_its_sigma_and_no_other():
+    record = go(replace(RECIPE, steps=40)).record
+    sigma = RECIPE.clip * RECIPE.noise_multiplier
+    assert set(record.trace.noise_std) == {sigma}
+    law = stats.chi2(record.parameters * 40)
+
+    def p_value(scale):
+        total = sum((n / (scale * sigma)) ** 2 for n in record.trace.noise_norm)
+        return 2 * min(law.cdf(total), law.sf(total))
+
+    assert p_value(1.0) > 1e-3
+    assert p_value(1.05) < 1e-3
+    assert p_value(1 / 1.05) < 1e-3
+
+
+def test_noise_reaches_the_weights_divided_once():
+    model = make_mlp()
+    run = go(
+        replace(RECIPE, steps=1), model, learning_rate=1.0, divisor=4.0,
+        loss_fn=lambda output, target: output.sum() * 0.0,
+    )  # fmt: skip
+    moved = (flatten(model) - flatten(run.model)).numpy() * 4.0
+    assert stats.kstest(moved, "norm", args=(0, 1.0)).pvalue > 1e-3
+    assert stats.chi2(len(moved)).sf(np.sum((moved * 1.3) ** 2)) < 1e-3
+    assert stats.chi2(len(moved)).cdf(np.sum((moved / 1.3) ** 2)) < 1e-3
+
+
+def test_empty_batches_add_noise_too():
+    run = go(replace(RECIPE, sampling_rate=1e-9))
+    assert run.record.gradient_evaluations == 0
+    assert run.record.trace.gradient_norm == (0.0,) * 12
+    assert min(run.record.trace.noise_norm) > 0
+    assert not equal(run.model, make_mlp())
+
+
+def test_seeds_repeat_and_systems_do_not():
+    assert equal(go().model, go().model)
+    assert not equal(go().model, go(noise=SeededNoise(1)).model)
+    assert not equal(go(noise=SystemNoise()).model, go(noise=SystemNoise()).model)
+    norms = go(noise=SystemNoise()).record.trace.noise_norm
+    assert len(set(norms)) == len(norms)
+
+
+# --- the sampling
+
+
+def test_batches_are_poisson_samples_of_this_rate():
+    n, q, steps = 500, 0.07, 400
+    sampler = PoissonSampler(bytes(range(32)), q)
+    chosen = np.zeros((steps, n), bool)
+    for t in range(steps):
+        chosen[t, sampler.draw(t, n)] = True
+    total = int(chosen.sum())
+    assert stats.binomtest(total, n * steps, q).pvalue > 1e-3
+    assert stats.binomtest(total, n * steps, q * 1.03).pvalue < 1e-3
+    sizes = chosen.sum(1)
+    spread = sizes.var() / (n * q * (1 - q)) * (steps - 1)
+    law = stats.chi2(steps - 1)
+    assert 1e-3 < law.cdf(spread) < 1 - 1e-3  # batches of one size would have a spread of 0
+    per_example = chosen.sum(0)
+    assert stats.chi2(n - 1).cdf(per_example.var() / (steps * q * (1 - q)) * (n - 1)) > 1e-3
+    both = (chosen[1:] & chosen[:-1]).sum()
+    assert stats.binomtest(int(both), n * (steps - 1), q * q).pvalue > 1e-3
+
+
+def test_extreme_rates_are_exact():
+    key = bytes(32)
+    assert len(PoissonSampler(key, 1.0).draw(0, 50)) == 50
+    assert len(PoissonSampler(key, 1e-18).draw(0, 50_000)) == 0
+    assert PoissonSampler(key, 0.1).draw(3, 99).tolist() == (
+        PoissonSampler(key, 0.1).draw(3, 99).tolist()
+    )
+    assert PoissonSampler(key, 0.1)._threshold == int(Fraction(0.1) * 2**64)
+
+
+def test_run_samples_what_it_counts():
+    run = go(replace(RECIPE, steps=200))
+    assert stats.binomtest(run.record.gradient_evaluations, 200 * N, 0.2).pvalue > 1e-3
+
+
+def test_a_private_n_does_not_show():
+    """With a divisor of its own, one example more or less changes nothing where none is drawn."""
+    quiet = replace(RECIPE, sampling_rate=1e-9)
+    first = go(quiet, data=make_data(count=N), divisor=8.0)
+    second = go(quiet, data=make_data(count=N + 1), divisor=8.0)
+    assert equal(first.model, second.model)
+    assert first.record.noise["divisor"] == 8.0
+    assert go().record.noise["divisor"] == RECIPE.sampling_rate * N
+
+
+# --- the module
+
+
+def test_model_and_random_state_are_untouched_and_dropout_works():
+    model = make_mlp(dropout=0.5)
+    state = capture_random()
+    run = go(model=model, schedule="one-cycle", momentum=0.9)
+    after = capture_random()
+    assert all(torch.equal(state[name], after[name]) for name in state)
+    assert equal(model, make_mlp(dropout=0.5))
+    assert all(p.grad is None for p in run.model.parameters())
+    rates = run.record.trace.learning_rate
+    assert max(rates) > 2 * rates[0]
+
+
+def test_frozen_parameters_stay_and_other_optimizers_serve():
+    model = make_mlp()
+    model[0].requires_grad_(False)
+    run = go(model=model, optimizer=lambda ps: torch.optim.Adam(ps, lr=0.01))
+    assert torch.equal(run.model[0].weight, model[0].weight)
+    assert not torch.equal(run.model[3].weight, model[3].weight)
+    assert run.record.frozen_names == ("0.weight", "0.bias")
+    assert run.record.parameters == 51
+
+
+def test_images_are_prepared_and_augmented():
+    x = torch.randint(0, 256, (N, 1, 4, 4), generator=torch.Generator().manual_seed(0))
+    data = Batches(x.to(torch.uint8), torch.arange(N) % 3, batch_size=N)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    seen = []
+
+    def augment(images, generator):
+        seen.append(images.dtype)
+        return images.flip(3)
+
+    train_dpsgd(
+        model, data, RECIPE, learning_rate=0.1, augment=augment,
+        prepare=lambda images: images.float() / 255,
+    )  # fmt: skip
+    assert set(seen) == {torch.uint8}
+
+
+def test_it_learns():
+    g = torch.Generator().manual_seed(0)
+    y = torch.randint(0, 3, (600,), generator=g)
+    x = nn.functional.one_hot(y, 6) * 4.0 + torch.randn(600, 6, generator=g)
+    data = Batches(x, y, batch_size=600)
+    recipe = GroupDPSGD(clip=1.0, noise_multiplier=1.0, sampling_rate=0.1, steps=120, group_size=1)
+    model = go(recipe, data=data, learning_rate=0.5).model
+    assert float((model(x).argmax(1) == y).float().mean()) > 0.9
+
+
+# --- the certificate
+
+
+def write_run(folder, run, delta=1e-5):
+    certificate = certify(run.record, delta=delta)
+    certificate.save(folder / "certificate.json")
+    run.record.save(folder / "record.json")
+    save_weights(
+        folder / "model.safetensors", run.model.state_dict(), certificate.safetensors_metadata()
+    )
+    return certificate
+
+
+@pytest.mark.parametrize("rate", [0.1, 1.0])
+def test_certificate_holds_and_says_what_is_assumed(rate, tmp_path):
+    recipe = GroupDPSGD(clip=0.5, noise_multiplier=8.0, sampling_rate=rate, steps=30, group_size=2)
+    run = go(recipe, noise=SystemNoise(), forget_ids=["s1", "s7"])
+    certificate = write_run(tmp_path, run)
+    assert certificate.epsilon == guarantee(recipe, delta=1e-5).epsilon
+    assert certificate.releasable
+    assert certificate.data.forget.count == 2
+    assert certificate.data.retain.count == N - 2
+    kinds = [sentence.partition(":")[0] for sentence in certificate.scope.assumptions]
+    assert kinds == ["computed", "assumed", "assumed"]
+    verify(tmp_path / "certificate.json", record=tmp_path / "record.json")
+    for change, named in (
+        ({"epsilon": certificate.epsilon * 0.999}, "too small"),
+        ({"epsilon": certificate.epsilon * 1.05}, "a smaller one holds"),
+        ({"survival_bound": certificate.survival_bound * 0.99}, "survival_bound is"),
+        ({"recipe": {"group_size": 3}}, "too small"),
+        ({"recipe": {"noise_multiplier": 7.9}}, "schedule is"),
+        ({"scope": {"assumptions": []}}, "scope is"),
+    ):
+        forge(tmp_path, certificate, change)
+        with pytest.raises(VerificationError, match=named):
+            verify(tmp_path / "certificate.json")
+
+
+def forge(folder, certificate, changes):
+    plain = certificate.model_dump(mode="json")
+    for name, value in changes.items():
+        plain[name] = {**plain[name], **value} if isinstance(value, dict) else value
+        if name == "epsilon":
+            plain["retrained"]["epsilon"] = value
+            plain["finite_precision"]["ideal_epsilon"] = value
+    forged = Certificate.model_validate_json(json.dumps(plain))
+    forged.model_copy(update={"digest": forged.compute_digest()}).save(folder / "certificate.json")
+
+
+def test_contradictions_are_refused():
+    record = go(noise=SystemNoise(), forget_ids=["s1"]).record
+    certify(record, delta=1e-5)
+    for changes, sentence in (
+        ({"start": "model"}, "a 'fresh' one"),
+        ({"forget": replace(record.forget, count=3)}, "3 examples were forgotten"),
+        ({"recipe": replace(RECIPE, noise_multiplier=3.0)}, "noise_std differs"),
+        ({"recipe": replace(RECIPE, steps=11)}, "the trace has 12 steps"),
+        ({"parent": "a" * 64}, "one training run covers one request"),
+    ):
+        with pytest.raises(UnlearningError, match=sentence):
+            certify(replace(record, **changes), delta=1e-5)
+    assert not certify(go().record, delta=1e-5).releasable
+
+
+# --- the second computation of the guarantee
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize(
+    ("multiplier", "rate", "steps", "group_size"),
+    [
+        (4.0, 0.01, 1000, 5),
+        (1.0, 0.01, 1000, 1),
+        (1.0, 0.3, 30, 1),
+        (5.0, 0.1, 10, 20),
+        (50.0, 0.00256, 1760, 450),
+        (2.0, 0.06, 800, 25),
+        (2.0, 0.0066, 2600, 3),
+        (30.0, 0.05, 10**6, 1),
+    ],
+)
+def test_two_computations_agree(multiplier, rate, steps, group_size, epsilon):
+    """Losses rounded up on a grid against a Laplace inversion: never below, and close."""
+    recipe = GroupDPSGD(
+        clip=1.0, noise_multiplier=multiplier, sampling_rate=rate, steps=steps,
+        group_size=group_size,
+    )  # fmt: skip
+    truth = math.log(recompute_group_delta(recipe, epsilon))
+    claimed = group_log_delta(recipe, epsilon)
+    assert truth - 1e-7 <= claimed <= truth + 0.01
+
+
+def test_a_wrong_recomputation_would_be_seen():
+    recipe = GroupDPSGD(
+        clip=1.0, noise_multiplier=4.0, sampling_rate=0.01, steps=1000, group_size=5
+    )
+    truth = math.log(recompute_group_delta(recipe, 2.0))
+    for name, value in (("noise_multiplier", 4.01), ("sampling_rate", 0.0101), ("steps", 1010)):
+        other = math.log(recompute_group_delta(replace(recipe, **{name: value}), 2.0))
+        assert abs(other - truth) > 0.01
+
+
+def test_one_large_step_cannot_be_recomputed():
+    recipe = GroupDPSGD(clip=1.0, noise_multiplier=1.0, sampling_rate=0.5, steps=1, group_size=1)
+    with pytest.raises(InputError, match="so few or so large steps"):
+        recompute_group_delta(recipe, 1.0)
+    record = go(recipe, noise=SystemNoise()).record
+    with pytest.raises(UnlearningError, match="so few or so large steps"):
+        certify(record, delta=1e-5)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"recipe": "x"}, "recipe is 'x'; it must be GroupDPSGD"),
+        ({"recipe": replace(RECIPE, group_size=N)}, "group_size is 40"),
+        ({"divisor": 0.0}, "divisor is 0.0"),
+        ({"physical_batch": 0}, "physical_batch is 0"),
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"schedule": "cosine"}, "schedule is 'cosine'"),
+        ({"forget_ids": ["s1", "s2", "s3"]}, "number of forget_ids is 3"),
+        ({"forget_ids": ["zz"]}, "forget_ids holds 'zz'"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        go(**options)
+
+
+def test_modules_that_mix_examples_are_refused():
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    with pytest.raises(UnlearningError, match="running_mean"):
+        go(model=model)
