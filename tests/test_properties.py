@@ -145,7 +145,7 @@ def test_splitting_a_step_s_noise_changes_nothing(recipe, share, data) -> None:
 def test_epsilon_and_delta_are_each_other_s_inverse(recipe, epsilon, compared_to) -> None:
     found = guarantee(recipe, epsilon=epsilon, compared_to=compared_to)
     assert 0 < found.delta <= 1
-    assume(1e-290 < found.delta < 1)
+    assume(1e-290 < found.delta < 1 - 1e-9)  # beyond, ε hangs on the last digits of δ
     back = guarantee(recipe, delta=found.delta, compared_to=compared_to)
     assert back.epsilon <= epsilon * (1 + 1e-6) + 1e-6
     if math.isfinite(back.epsilon) and back.epsilon <= 709:
