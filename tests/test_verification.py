@@ -343,3 +343,16 @@ def test_releases_compose(tmp_path) -> None:
     assert four.mu == pytest.approx(2 * one.mu, rel=1e-12)
     assert four.releases == 4
     assert verify(path).epsilon > one.epsilon
+
+
+def test_what_cannot_be_recomputed_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe that breaks the second computation is a difference, never a traceback."""
+    import expunge.verification as verification
+
+    def overflow(*_: object) -> None:
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(verification, "recompute", overflow)
+    found = verification._check_numbers(certify(make_record(), delta=1e-5))
+    assert len(found) == 1
+    assert "cannot be recomputed" in found[0]

@@ -165,7 +165,16 @@ def _check_derived(certificate: Certificate) -> list[str]:
 
 
 def _check_numbers(certificate: Certificate) -> list[str]:
-    """Every ε, μ and probability against 50 digits: never below, and not needlessly above."""
+    """Every ε, μ and probability against 50 digits; what cannot be recomputed does not hold."""
+    try:
+        return _compare_numbers(certificate)
+    except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
+        kind = type(error).__name__
+        return [f"the guarantee cannot be recomputed for this recipe ({kind}: {_short(error)})"]
+
+
+def _compare_numbers(certificate: Certificate) -> list[str]:
+    """Never below 50 digits, and not needlessly above."""
     c, found = certificate, list[str]()
     recompute_once = functools.cache(recompute)
     method, ideal = c.method, Execution(releases=c.releases)
