@@ -403,6 +403,15 @@ def test_bad_input_is_refused_in_a_sentence(options, sentence):
         go(**options)
 
 
+def test_modules_that_vmap_cannot_take_are_refused_in_a_sentence():
+    class Choosy(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if float(x.sum()) > 0 else super().forward(-x)
+
+    with pytest.raises(UnlearningError, match=r"cannot be taken by torch\.func\.vmap"):
+        go(model=Choosy(6, 3))
+
+
 def test_modules_that_mix_examples_are_refused():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     with pytest.raises(UnlearningError, match="running_mean"):

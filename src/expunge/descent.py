@@ -265,6 +265,8 @@ class _Walk:
         if isinstance(model, SoftmaxRegression) and self.problem.feature_clip is not None:
             inputs = data.inputs if prepare is None else prepare(data.inputs)
             features, targets = model.clip_features(inputs), data.targets.to(device)
+            if not bool(torch.isfinite(features).all()):
+                raise InputError("a feature vector holds values that are not finite")
             weight = model.weight.detach()
             self._gradient = lambda: [softmax_gradient(weight, features, targets)]
         else:

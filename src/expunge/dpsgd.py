@@ -41,7 +41,7 @@ from expunge.batching import Augment, LossFunction, compute_loss
 from expunge.circumstances import NO_NOISE, describe_subject, read_names
 from expunge.descent import make_trace
 from expunge.drawing import Drawing
-from expunge.errors import InputError
+from expunge.errors import InputError, UnlearningError
 from expunge.noise import Noise, SystemNoise
 from expunge.precision import norm_margin
 from expunge.progress import show_progress
@@ -299,7 +299,13 @@ def _differentiate(
 
     def compute_all(x: Tensor, y: Tensor) -> Iterator[Tensor]:
         parameters = {name: p.detach() for name, p in subject.certified.items()}
-        found = batched(parameters, x, y)
+        try:
+            found = batched(parameters, x, y)
+        except RuntimeError as error:
+            raise UnlearningError(
+                "the gradient of a single example cannot be taken by torch.func.vmap: "
+                + str(error).partition("\n")[0]
+            ) from error
         return (found[name].detach() for name in subject.certified)
 
     return compute_all

@@ -28,7 +28,10 @@ class SoftmaxRegression(nn.Module):
         self.weight = nn.Parameter(torch.zeros(classes, features + 1, dtype=torch.float64))
 
     def clip_features(self, inputs: Tensor) -> Tensor:
-        """min(1, B/‖a‖) a with a = (input, 1), rounded so that no true norm exceeds B."""
+        """min(1, B/‖a‖) a with a = (input, 1), rounded so that no true norm exceeds B.
+
+        A row that is not finite stays so.
+        """
         B, width = self.problem.feature_clip, self.weight.shape[1]
         assert B is not None
         flat = inputs.reshape(len(inputs), -1).to(self.weight.device, torch.float64)
@@ -36,8 +39,6 @@ class SoftmaxRegression(nn.Module):
             raise InputError.of("number of features", flat.shape[1], f"{width - 1}")
         a = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
         norms = torch.linalg.vector_norm(a, dim=1, keepdim=True) * (1 + norm_margin(width))
-        if not bool(torch.isfinite(norms).all()):
-            raise InputError("a feature vector holds values that are not finite")
         return a * torch.where(norms <= B, 1.0, B / norms * (1 - 2.0**-50))
 
     def forward(self, inputs: Tensor) -> Tensor:
