@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-SUITES = ("accounting", "noise", "engine", "data", "audit")
+SUITES = ("accounting", "noise", "engine", "data", "baselines", "audit")
 
 
 def main(names: list[str]) -> None:

@@ -16,7 +16,7 @@ from engine import equal, flatten, make_mlp, train_by_hand
 from expunge import GroupDPSGD, SeededNoise, SystemNoise, certify, guarantee, verify
 from expunge.batching import Batches
 from expunge.certificate import Certificate
-from expunge.dpsgd import NoisySum, PoissonSampler, choose_grid, train_dpsgd
+from expunge.dpsgd import NoisySum, PoissonSampler, bound_norms, choose_grid, train_dpsgd
 from expunge.errors import InputError, UnlearningError, VerificationError
 from expunge.group import group_log_delta
 from expunge.randomness import capture_random
@@ -111,6 +111,17 @@ def test_one_example_moves_the_sum_by_at_most_the_clip(dtype, scale):
         assert moved <= limit
     if scale >= 1:
         assert largest > limit * 0.95
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-19, 1.0, 1e15])
+def test_norms_are_never_below_the_truth(dtype, scale):
+    g = torch.Generator().manual_seed(0)
+    rows = [torch.randn(4, n, generator=g, dtype=dtype) * scale for n in (1, 37, 9000)]
+    for i, bound in enumerate(bound_norms(rows).tolist()):
+        exact = sum(Fraction(v) ** 2 for part in rows for v in part[i].tolist())
+        assert Fraction(bound) ** 2 >= exact
+        assert bound <= math.sqrt(exact) * (1 + 3e-4) + 1e-16
 
 
 def test_an_example_that_is_not_finite_counts_as_zero():

@@ -16,8 +16,9 @@ the noise is rounded Gaussians in whole cells (``expunge.noise``). So y_t is exa
 the ideal mechanism, provided that an example's gradient is a function of the example and of x_t:
 that it does not change, not in its last digit, with the rest of the batch. That is assumed.
 
-Per-example gradients are ``torch.func.vmap(grad(...))``. Against Opacus 1.6 on two cores it takes
-0.6 times as long on the paper's CIFAR net, as long on its MNIST net (``make bench``).
+Per-example gradients are ``torch.func.vmap(grad(...))``: any module, no hooks. Opacus 1.6 is slower
+on the paper's CIFAR net (vmap takes 0.8 of its time) and faster by a millisecond a step on the tiny
+MNIST net (``make bench``).
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ from expunge.weights import hash_weights
 
 Prepare = Callable[[Tensor], Tensor]
 _CELLS = 26  # the grid is at most 2⁻²⁶ of the noise
+_COLUMNS = 4096
 _MOST = 2.0**52  # no sum of clipped gradients exceeds so many cells
 
 
@@ -179,7 +181,7 @@ class NoisySum:
         if self.grid > 0:
             levels = [self.sigma / self.grid] * recipe.steps
             self._drawing = Drawing(stream, levels, self._size, min(self._size, CHUNK))
-        self._gradients = _differentiate(subject, loss_fn)
+        self._gradients = differentiate(subject, loss_fn)
         self._sum = torch.zeros(self._size, dtype=torch.float64, device=subject.device)
 
     def sample(self, step: int) -> npt.NDArray[np.int64]:
@@ -218,12 +220,10 @@ class NoisySum:
         """Add the clipped gradients of a chunk; one that is not finite counts as zero."""
         found = [g.reshape(len(y), -1) for g in self._gradients(x, y)]
         found = [g.to(torch.promote_types(g.dtype, self._least)) for g in found]
-        squares = [g.to(torch.float64, copy=True).square_().sum(1) for g in found]
-        norms = torch.stack(squares).sum(0).sqrt_()
+        norms = bound_norms(found)
         ok = torch.isfinite(norms)
-        # The norm errs by norm_margin; the factor and its products are rounded to float32.
-        largest = norms * (1 + norm_margin(self._size)) + 1e-150
-        factor = (self.recipe.clip / largest).clamp_(max=1.0) * (1 - 2.0**-22)
+        # The factor and its products are rounded to float32.
+        factor = (self.recipe.clip / norms).clamp_(max=1.0) * (1 - 2.0**-22)
         factor = torch.where(ok, factor / (self.grid or 1.0), 0.0)
         place = 0
         for g in found:
@@ -235,6 +235,28 @@ class NoisySum:
             self._sum[place : place + g.shape[1]] += scaled.sum(0, dtype=torch.float64)
             place += g.shape[1]
         return bool(ok.all())
+
+
+def bound_norms(rows: list[Tensor]) -> Tensor:
+    """At least the norm of each example's gradient, given as rows of several matrices; float64.
+
+    A norm of n floats of unit roundoff u errs by a relative (n/2 + 2) u at most, in any order, and
+    by underflowing squares; float32 rows are taken 4,096 columns at a time, so the bound is 0.025 %
+    above the norm at most.
+
+    >>> bound_norms([torch.tensor([[3.0]]), torch.tensor([[4.0]])]).round(decimals=2).tolist()
+    [5.0]
+    """
+    parts: list[Tensor] = []
+    for g in rows:
+        wide = g.dtype == torch.float64
+        for block in g.split(_COLUMNS, dim=1):
+            norm = torch.linalg.vector_norm(block, dim=1).to(torch.float64)
+            n = block.shape[1]
+            unit, lost = (2.0**-53, 1e-150) if wide else (2.0**-24, 1e-18)
+            parts.append(norm * (1 + (n / 2 + 8) * unit) + math.sqrt(n) * lost)
+    squares = torch.stack(parts).square_().sum(0)
+    return squares.sqrt_() * (1 + norm_margin(len(parts)))
 
 
 class PoissonSampler:
@@ -283,7 +305,7 @@ def choose_grid(recipe: GroupDPSGD, count: int) -> float:
     return grid
 
 
-def _differentiate(
+def differentiate(
     subject: Subject, loss_fn: LossFunction
 ) -> Callable[[Tensor, Tensor], Iterator[Tensor]]:
     """(x, y) ↦ each certified parameter's gradients, one row per example."""
