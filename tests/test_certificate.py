@@ -266,6 +266,7 @@ def trace_with(**columns: Any) -> Trace:
         ({"parameters": 0}, "nothing was certified"),
         ({"execution": Execution(rounding=1e-12)}, "execution.rounding"),
         ({"centre": "b" * 64}, "the centre is the old model"),
+        ({"start": "fresh"}, "starts from a model or from the centre"),
         ({"frozen": "a" * 64}, "frozen_names"),
         ({"buffers": "reset"}, "buffers is 'reset'"),
         ({"finetune": None}, "no fine-tuning is recorded"),

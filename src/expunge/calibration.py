@@ -17,7 +17,8 @@ from expunge.accounting import (
     log_delta,
 )
 from expunge.errors import CalibrationError, InputError
-from expunge.precision import NoisyRecipe, choose_precision
+from expunge.precision import choose_precision
+from expunge.problems import STATED, Problem, choose_descent_precision
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -52,6 +53,7 @@ def calibrate(
     find: Literal["smallest", "largest", "fewest"] = "smallest",
     start: float = 1.0,
     parameters: int | None = None,
+    problem: Problem = STATED,
     execution: Execution = IDEAL,
     relative: float = 1e-11,
 ) -> AnyRecipe:
@@ -62,7 +64,8 @@ def calibrate(
     ``find="fewest"``: the smallest whole x, for a number of steps.
     The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
     of the best one. With ``parameters``, the number of certified parameters, the target is met by
-    a real run of that many, whose finite precision costs a little (``expunge.precision``).
+    a real run of that many, whose finite precision costs a little (``expunge.precision``); in
+    full-batch descent ``problem`` says of which model.
     ``start`` is where the search begins, if evaluating far from it is costly.
 
     >>> from expunge import OutputPerturbation, calibrate
@@ -82,17 +85,21 @@ def calibrate(
     if parameters is None:
         return best
     while True:
-        rounding = execution.rounding + _rounding(best, parameters)
+        rounding = execution.rounding + _rounding(best, parameters, problem)
         if target.on(replace(execution, rounding=rounding)).excess(best) <= 0:
             return best
         real = replace(execution, rounding=rounding * (1 + 1e-6))
         best = _search(make, target.on(real), find, start, relative)
 
 
-def _rounding(recipe: Recipe, parameters: int) -> float:
-    if not isinstance(recipe, NoisyRecipe):
-        return 0.0
-    return choose_precision(recipe, parameters).rounding
+def _rounding(recipe: Recipe, parameters: int, problem: Problem) -> float:
+    match recipe:
+        case OutputPerturbation() | GradientClipping() | ModelClipping():
+            return choose_precision(recipe, parameters).rounding
+        case NoisyDescent() | RewindToDelete():
+            return choose_descent_precision(recipe, problem, parameters).rounding
+        case GroupDPSGD() | Retraining():
+            return 0.0
 
 
 @dataclass(frozen=True)

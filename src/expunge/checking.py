@@ -34,6 +34,7 @@ def find_contradictions(record: RunRecord) -> list[str]:
     """Every reason why this record cannot be certified, as sentences; none if it can."""
     recipe = record.recipe
     found = [*_check_noise_source(record), *_check_weights(record), *check_time(record.created)]
+    found += check_start(recipe, record.start)
     if record.parameters < 1:
         found.append("parameters is 0: nothing was certified")
     if isinstance(recipe, ModelClipping) and recipe.steps > MAX_MIXING_STEPS:
@@ -143,8 +144,6 @@ def _check_problem(record: RunRecord, recipe: NoisyDescent | RewindToDelete) -> 
 def _check_training(record: RunRecord, group_size: int) -> list[str]:
     """What holds for a run whose guarantee covers its training too."""
     found = list[str]()
-    if record.start != "fresh":
-        found.append(f"start is {record.start!r}; training begins at a 'fresh' one")
     if record.forget is not None and record.forget.count > group_size:
         found.append(f"{record.forget.count} examples were forgotten; group_size is {group_size}")
     if record.execution.releases != 1 or record.parent is not None:
@@ -166,6 +165,16 @@ def _check_weights(record: RunRecord) -> list[str]:
     if unexplained and noisy and record.weights_noisy != record.weights_after:
         found.append("the weights changed after the last noise, but no fine-tuning is recorded")
     return found
+
+
+def check_start(recipe: Recipe, start: str) -> list[str]:
+    """A sentence if the method cannot have started there."""
+    trains = isinstance(recipe, GroupDPSGD | NoisyDescent | RewindToDelete)
+    if trains and start != "fresh":
+        return [f"start is {start!r}; training begins at a 'fresh' one"]
+    if start == "fresh" and not trains and not isinstance(recipe, Retraining):
+        return ["start is 'fresh'; this method starts from a model or from the centre"]
+    return []
 
 
 def check_time(created: str) -> list[str]:

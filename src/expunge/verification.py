@@ -17,6 +17,7 @@ from typing import Any
 from expunge.accounting import ComparedTo, Execution, has_centre, theorem
 from expunge.certificate import MAX_BYTES, Certificate, check_link, describe_schedule, parse
 from expunge.checking import (
+    check_start,
     check_time,
     count_keys,
     find_contradictions,
@@ -142,7 +143,7 @@ def _check_derived(certificate: Certificate) -> list[str]:
         found.append("centre is missing: this method can be compared to it")
     if any(bound.delta != c.delta for bound in (c.retrained, c.centre) if bound is not None):
         found.append("delta differs between the two bounds")
-    found += check_time(c.created)
+    found += [*check_time(c.created), *check_start(recipe, c.start)]
     keys = count_keys(recipe) + c.resumed
     if c.schedule and c.noise.source == "system" and c.noise.keys != keys:
         found.append(f"noise.keys is {c.noise.keys} for a run resumed {c.resumed} times")
