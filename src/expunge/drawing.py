@@ -1,12 +1,14 @@
 """The noise of a run, drawn for several small steps at a time.
 
 A draw right after a forward and backward pass finds cold caches and costs half as much again as
-one of a series, so short vectors have the noise of their next steps drawn in one go. What is drawn
-for a step that never runs is dropped: it was never added to anything.
+one of a series, so short vectors have the noise of their next steps drawn in one go, and steps of
+one standard deviation are rounded together. What is drawn for a step that never runs is dropped:
+it was never added to anything.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,7 +22,10 @@ AHEAD = 1 << 16
 
 
 class Stream(Protocol):
-    """One key's noise: whole numbers round(std · ξ), a pure function of (key, step, position)."""
+    """One key's noise: whole numbers round(std · ξ), a pure function of (key, step, position).
+
+    The rows of a two-dimensional ``out`` are those of consecutive steps.
+    """
 
     def draw(self, out: Array, *, step: int, position: int, std: float) -> None: ...
 
@@ -55,7 +60,15 @@ class Drawing:
         if number >= self._last:
             self._first = number
             self._last = min(number + len(self._rows), len(self._levels))
-            for row, step in zip(self._rows, range(number, self._last), strict=False):
-                if self._levels[step] > 0:
-                    self._stream.draw(row, step=step, position=0, std=self._levels[step])
+            self._draw_ahead()
         return self._rows[number - self._first]
+
+    def _draw_ahead(self) -> None:
+        """The rows of steps first to last; steps without noise have none."""
+        start = 0
+        for std, group in itertools.groupby(self._levels[self._first : self._last]):
+            stop = start + len(list(group))
+            if std > 0:
+                step = self._first + start
+                self._stream.draw(self._rows[start:stop], step=step, position=0, std=std)
+            start = stop

@@ -170,49 +170,58 @@ class NoiseStream:
     def draw(self, out: Array, *, step: int, position: int, std: float) -> None:
         """Fill ``out`` with round(std · ξ) for positions ``position`` … of this step; zeros are +0.
 
-        Steps and, within a step, positions only move forward: no value is ever drawn twice.
+        The rows of a two-dimensional ``out`` are those of consecutive steps. Steps and, within a
+        step, positions only move forward: no value is ever drawn twice.
         """
-        size = _check(out, std)
-        step = _whole("step", step, STEPS)
-        position = _whole("position", position, POSITIONS - size + 1)
+        rows = _check(out, std)
+        step = _whole("step", step, STEPS - len(rows) + 1)
+        position = _whole("position", position, POSITIONS - rows.shape[1] + 1)
         with self._lock, np.errstate(divide="ignore", under="ignore"):
-            self._advance(step, position, size)
-            if std == 0 or size == 0:
-                out.fill(0.0)
+            for number in range(step, step + len(rows)):
+                self._advance(number, position, rows.shape[1])
+            if std == 0 or rows.size == 0:
+                rows.fill(0.0)
             else:
-                self._fill(out, step, position, float(std))
+                self._fill(rows, step, position, float(std))
 
-    def _fill(self, out: Array, step: int, position: int, std: float) -> None:
-        block, odd = divmod(position, 2)
-        pairs = (odd + out.size + 1) // 2
-        if (needed := min(pairs, _PAIRS)) > self._work.pairs:
+    def _fill(self, rows: Array, step: int, position: int, std: float) -> None:
+        """Short rows are rounded together, long ones in parts."""
+        (block, odd), size = divmod(position, 2), rows.shape[1]
+        pairs = (odd + size + 1) // 2
+        group = max(_PAIRS // pairs, 1)
+        for first in range(0, len(rows), group):
+            some = rows[first : first + group]
+            for start in range(0, pairs, _PAIRS):
+                count = min(_PAIRS, pairs - start)
+                starts = [(step + first + i, block + start) for i in range(len(some))]
+                k = self._round_blocks(starts, count, std).reshape(len(some), 2 * count)
+                at = 2 * start - odd
+                low, high = max(at, 0), min(at + 2 * count, size)
+                # -0 + 0 is +0: a negative zero would carry a sign through the engine's addition.
+                np.add(k[:, low - at : high - at], 0.0, out=some[:, low:high])
+
+    def _round_blocks(self, starts: list[tuple[int, int]], count: int, std: float) -> Floats:
+        """The rounded pairs of ``count`` blocks from each (step, block), one after the other."""
+        if (needed := len(starts) * count) > self._work.pairs:
             self._work = _Workspace(needed)
-        self._cipher.reset_nonce(_counter(_NOISE, step, block))
-        for start in range(0, pairs, _PAIRS):
-            count = min(_PAIRS, pairs - start)
-            k = self._next_pairs(count, std, step, block + start)
-            first = 2 * start - odd
-            low, high = max(first, 0), min(first + 2 * count, out.size)
-            # -0 + 0 is +0: a negative zero would carry a sign through the engine's addition.
-            np.add(k[low - first : high - first], 0.0, out=out[low:high])
-
-    def _next_pairs(self, count: int, std: float, step: int, block: int) -> Floats:
-        work = self._work
-        self._cipher.update_into(work.zeros[: _BLOCK * count], work.keystream)
-        words = work.words[:count]
+        work, words = self._work, self._work.words[:needed]
+        for i, (step, block) in enumerate(starts):
+            self._cipher.reset_nonce(_counter(_NOISE, step, block))
+            stream = work.keystream[_BLOCK * count * i :]
+            self._cipher.update_into(work.zeros[: _BLOCK * count], stream)
         k, doubtful = _round_pairs(work, words, std)
         if doubtful.size:
-            _decide(k, doubtful, words, std, lambda i, n: self._draw_digits(step, block + i, n))
+            _decide(k, doubtful, words, std, functools.partial(self._draw_digits, starts, count))
         return k
 
-    def _draw_digits(self, step: int, block: int, count: int) -> bytes:
-        """``count`` blocks of further digits of one pair, always the same ones."""
-        start = _counter(_MORE_DIGITS, step, block * _LEVELS)
-        return (
-            Cipher(algorithms.AES(self._key), modes.CTR(start))
-            .encryptor()
-            .update(bytes(_BLOCK * count))
-        )
+    def _draw_digits(
+        self, starts: list[tuple[int, int]], each: int, index: int, count: int
+    ) -> bytes:
+        """``count`` blocks of further digits of pair ``index``, always the same ones."""
+        step, block = starts[index // each]
+        start = _counter(_MORE_DIGITS, step, (block + index % each) * _LEVELS)
+        cipher = Cipher(algorithms.AES(self._key), modes.CTR(start))
+        return cipher.encryptor().update(bytes(_BLOCK * count))
 
     def _advance(self, step: int, position: int, size: int) -> None:
         if self._process != os.getpid():
@@ -365,17 +374,18 @@ def _counter(domain: int, step: int, block: int) -> bytes:
     return ((domain << 62 | step) << 64 | block).to_bytes(_BLOCK, "big")
 
 
-def _check(out: object, std: object) -> int:
+def _check(out: object, std: object) -> Array:
+    """``out`` in rows, one per step."""
     if not isinstance(out, np.ndarray):
         raise InputError.of("out", type(out).__name__, "a numpy array")
-    if out.dtype != np.float64 or out.ndim != 1 or not out.flags.carray:
+    if out.dtype != np.float64 or out.ndim not in (1, 2) or not out.flags.carray:
         raise InputError(
-            f"out is {out.dtype} of shape {out.shape}; it must be a writable, contiguous, "
-            "one-dimensional float64 array"
+            f"out is {out.dtype} of shape {out.shape}; it must be a writable, contiguous float64 "
+            "array of one dimension, or of two, a row for each step"
         )
     if not isinstance(std, float | int | np.floating) or not 0 <= std <= LARGEST_STD:
         raise InputError.of("std", std, "a number from 0 to 2**40 (noise_std in cells of the grid)")
-    return out.size
+    return np.atleast_2d(out)
 
 
 def _whole(field: str, value: object, end: int) -> int:

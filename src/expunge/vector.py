@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from expunge.chunks import Chunk, cut, sum_squares
 from expunge.drawing import Drawing
 from expunge.precision import LARGEST_CELL, norm_margin
 
@@ -63,44 +63,6 @@ class Norms(NamedTuple):
     noise: float
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Coordinates [start, stop) of tensor ``index``, and their place in a work vector."""
-
-    index: int
-    start: int
-    stop: int
-    place: Tensor
-    whole: bool
-
-    def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """This part of one of ``tensors``, in the shape of ``place``."""
-        tensor = tensors[self.index]
-        return tensor if self.whole else tensor.reshape(-1)[self.start : self.stop]
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Coordinates [start, stop) of the vector: ``cells`` there, and the parts of tensors."""
-
-    start: int
-    stop: int
-    cells: Tensor
-    work: Tensor
-    parts: tuple[_Part, ...]
-
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The chunk's coordinates of a list of tensors, in float64."""
-        for part in self.parts:
-            part.place.copy_(part.of(tensors))
-        return self.work
-
-    def scatter(self, tensors: Sequence[Tensor]) -> None:
-        """Write the work vector to the tensors, in their own dtypes."""
-        for part in self.parts:
-            part.of(tensors).copy_(part.place)
-
-
 def clip_factor(norm: float, bound: float, size: int) -> float:
     """min(1, bound/norm), rounded so that the true norm of factor · v never exceeds ``bound``.
 
@@ -116,24 +78,15 @@ def clip_factor(norm: float, bound: float, size: int) -> float:
     return 1.0 if largest <= bound else bound / largest * (1 - 2.0**-50)
 
 
-def round_cells(cells: Tensor) -> Tensor:
-    """Round in place, halves to even; by numpy on a CPU.
+def truncate_cells(cells: Tensor) -> Tensor:
+    """Round towards zero in place; by numpy on a CPU.
 
     torch hands ``round`` and ``trunc`` to a threaded library that starts a team of threads however
     short the vector is: on a busy machine that is a thousand times slower than the rounding.
 
-    >>> round_cells(torch.tensor([0.5, 1.5, -0.4], dtype=torch.float64))
-    tensor([0., 2., -0.], dtype=torch.float64)
+    >>> truncate_cells(torch.tensor([0.5, 1.5, -0.4], dtype=torch.float64))
+    tensor([0., 1., -0.], dtype=torch.float64)
     """
-    if cells.device.type != "cpu":
-        return cells.round_()
-    view = cells.numpy()
-    np.rint(view, out=view)
-    return cells
-
-
-def truncate_cells(cells: Tensor) -> Tensor:
-    """Round towards zero in place; by numpy on a CPU, as :func:`round_cells`."""
     if cells.device.type != "cpu":
         return cells.trunc_()
     view = cells.numpy()
@@ -157,12 +110,12 @@ class GridVector:
         self.size = sum(p.numel() for p in self.parameters)
         self._centre = None if centre is None else [c.detach() for c in centre]
         self._cells = torch.zeros(self.size, dtype=torch.float64, device=self.device)
-        self._chunks = _cut(self._cells, [p.shape for p in self.parameters])
+        self._chunks = cut(self._cells, [p.shape for p in self.parameters], CHUNK)
         self._held = False
 
     def start(self, radius: float) -> float:
         """x_0 = Π_radius(x̂), then rounded towards the centre; returns ‖x̂ - c‖."""
-        squares: list[Tensor] = []
+        squares: list[Any] = []
         for chunk in self._chunks:
             k = chunk.cells.copy_(chunk.gather(self.parameters))
             if self._centre is not None:
@@ -177,9 +130,7 @@ class GridVector:
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """‖g‖ in float64; not finite if and only if some g_i is not (or overflows float64)."""
-        squares: list[Tensor] = []
-        for chunk in self._chunks:
-            squares.append(self._square(chunk.gather(gradients)))
+        squares = [self._square(chunk.gather(gradients)) for chunk in self._chunks]
         self._held = len(self._chunks) == 1
         return self._root(squares)
 
@@ -189,27 +140,30 @@ class GridVector:
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """k ← round(Π(ρ k - (γ/g) · clip · g)) + round(ξ/g), saturated; then the parameters."""
-        alpha = update.rate / self.grid
-        squares: list[Tensor] = []
-        noise = 0.0
+        with np.errstate(over="ignore", invalid="ignore"):
+            return self._step(gradients, update)
+
+    def _step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
+        alpha, decay = update.rate / self.grid, update.decay
         projected = update.radius < math.inf
+        squares: list[Any] = []
+        noise = 0.0
         for chunk in self._chunks:
-            k = chunk.cells
-            if update.decay != 1:
-                k.mul_(update.decay)
+            if decay != 1:
+                chunk.scale(decay)
             self._descend(chunk, gradients, alpha)
             if not projected:
-                round_cells(k)
-            squares.append(self._square(k))
+                chunk.round()
+            squares.append(self._square(chunk.cells))
             if not projected:
-                noise += self._finish(chunk, update)
+                noise += self._finish(chunk, update, squares[-1])
         self._held = False
         norm, factor = self._root(squares) * self.grid, 1.0
         if projected:
             factor = self.clip_factor(norm, update.radius)
             for chunk in self._chunks:
                 self._shrink(chunk.cells, factor)
-                noise += self._finish(chunk, update)
+                noise += self._finish(chunk, update, math.inf)
         return self._tell(norm, factor, noise)
 
     def perturb(self, number: int, noise_std: float) -> Norms:
@@ -226,19 +180,19 @@ class GridVector:
         for chunk in self._chunks:
             self._write(chunk)
 
-    def _square(self, v: Tensor) -> Tensor:
-        """‖v‖²; not by ``dot``, which starts a team of threads as ``round`` does."""
-        return torch.linalg.vector_norm(v).square_()
+    def _square(self, v: Tensor) -> Any:
+        """‖v‖² of a chunk: a number on the CPU, else a tensor."""
+        return sum_squares(v.numpy()) if v.is_cpu else torch.dot(v, v)
 
-    def _root(self, squares: Sequence[Tensor]) -> float:
+    def _root(self, squares: Sequence[Any]) -> float:
         """The root of a sum of sums of squares; one transfer from the device."""
-        total = squares[0] if len(squares) == 1 else torch.stack(list(squares)).sum()
-        return math.sqrt(float(total))
+        return math.sqrt(float(sum(squares)))
 
-    def _descend(self, chunk: _Chunk, gradients: Sequence[Tensor], alpha: float) -> None:
+    def _descend(self, chunk: Chunk, gradients: Sequence[Tensor], alpha: float) -> None:
         if alpha > 0:
-            g = chunk.work if self._held else chunk.gather(gradients)
-            chunk.cells.add_(g, alpha=-alpha)
+            if not self._held:
+                chunk.gather(gradients)
+            chunk.subtract(alpha)
 
     def _shrink(self, cells: Tensor, factor: float) -> None:
         """Towards the centre; a vector whose norm overflowed goes to the centre itself."""
@@ -248,22 +202,28 @@ class GridVector:
         norm = norm * factor if factor > 0 else 0.0
         return Norms(min(norm, _LARGEST), math.sqrt(noise) * self.grid)
 
-    def _finish(self, chunk: _Chunk, update: Update) -> float:
-        """Add the noise, saturate, write the parameters; returns ‖noise‖² in cells."""
-        squares = 0.0
+    def _finish(self, chunk: Chunk, update: Update, square: Any) -> float:
+        """Add the noise, saturate, write the parameters; returns ‖noise‖² in cells.
+
+        ``square`` is ‖k‖² before the noise: no coordinate is beyond ‖k‖ + ‖noise‖.
+        """
+        noise = 0.0
         if update.noise_std > 0:
             assert self.drawing is not None
             drawn = self.drawing.take(update.number, chunk.start, chunk.stop)
-            squares = float(np.einsum("i,i", drawn, drawn))
-            chunk.cells.view(-1).add_(torch.from_numpy(drawn).to(self.device))
-        chunk.cells.clamp_(-LARGEST_CELL, LARGEST_CELL)
+            noise = sum_squares(drawn)
+            chunk.add(drawn)
+        if not (
+            isinstance(square, float) and math.sqrt(square) + math.sqrt(noise) < LARGEST_CELL / 2
+        ):
+            chunk.saturate(LARGEST_CELL)
         self._write(chunk)
-        return squares
+        return noise
 
-    def _write(self, chunk: _Chunk) -> None:
+    def _write(self, chunk: Chunk) -> None:
         """The parameters are centre + grid · k, rounded to their own dtype."""
         if self._centre is None:
-            torch.mul(chunk.cells, self.grid, out=chunk.work)
+            chunk.measure(self.grid)
         else:
             chunk.gather(self._centre).add_(chunk.cells, alpha=self.grid)
         chunk.scatter(self.parameters)
@@ -336,26 +296,6 @@ class FloatVector:
 
 
 CertifiedVector = GridVector | FloatVector
-
-
-def _cut(cells: Tensor, shapes: Sequence[torch.Size]) -> list[_Chunk]:
-    """Cut the vector every CHUNK coordinates, wherever that falls in the tensors."""
-    work = torch.empty(min(len(cells), CHUNK), dtype=cells.dtype, device=cells.device)
-    chunks: list[_Chunk] = []
-    parts: list[_Part] = []
-    start = position = 0
-    for index, shape in enumerate(shapes):
-        a, size = 0, shape.numel()
-        while a < size:
-            b = min(size, a + start + CHUNK - position)
-            place, whole = work[position - start : position - start + b - a], b - a == size
-            parts.append(_Part(index, a, b, place.view(shape) if whole else place, whole))
-            position, a = position + b - a, b
-            if position == min(start + CHUNK, len(cells)):
-                span = work[: position - start]
-                chunks.append(_Chunk(start, position, cells[start:position], span, tuple(parts)))
-                start, parts = position, []
-    return chunks
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
