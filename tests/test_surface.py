@@ -76,3 +76,16 @@ def test_every_error_is_in_one_tree() -> None:
     for kind in kinds:
         assert issubclass(kind, expunge.ExpungeError)
         assert kind.__name__ in errors.__doc__
+
+
+def test_the_account_needs_no_heavy_part_of_scipy() -> None:
+    code = "import sys, expunge.cli, expunge.accounting, expunge.verification\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "print(' '.join(sys.modules))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stdout.split())
+    assert "scipy.special" in loaded
+    assert loaded.isdisjoint({"scipy.stats", "scipy.optimize", "scipy.signal"})

@@ -27,7 +27,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from scipy import special, stats
+from scipy import special
 
 from expunge import gaussian
 from expunge.privacy_loss import MAX_WINDOW, Losses, compose_log_delta, round_losses
@@ -187,6 +187,8 @@ def _parts(group_size: int, sampling_rate: float, negligible: float) -> tuple[Ar
     densities grows with x; so counts are merged into the largest of theirs. ``lost`` is the
     probability of counts above the last one.
     """
+    from scipy import stats
+
     law = cast(Any, stats.binom(group_size, sampling_rate))
     low = _first(lambda c: law.cdf(c) > negligible, -1, group_size)
     high = _first(lambda c: law.sf(c) <= negligible, low - 1, group_size)

@@ -21,7 +21,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from scipy import fft, optimize
 
 Array = npt.NDArray[np.float64]
 MAX_WINDOW = 2**20
@@ -111,6 +110,8 @@ def _tilt(losses: Losses, target: float) -> float:
     high = 1.0
     while excess(high) < 0 and high < 1e12:
         high *= 4
+    from scipy import optimize
+
     return float(cast(Any, optimize.brentq)(excess, 0.0, high, xtol=1e-6, rtol=1e-3))
 
 
@@ -130,6 +131,8 @@ def _transform(losses: Losses, steps: int, epsilon: float, theta: float) -> floa
     length = last - first + 1
     if length > MAX_WINDOW:
         return None
+    from scipy import fft
+
     size = cast(int, fft.next_fast_len(max(length, 16), real=True))
     tilted = np.exp(losses.logs + theta * losses.losses - total)
     folded = np.bincount(np.arange(len(tilted)) % size, tilted, size)

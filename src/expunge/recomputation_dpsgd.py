@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, stats
 
 from expunge.errors import InputError
 from expunge.recipes import GroupDPSGD
@@ -56,6 +55,8 @@ def recompute_group_delta(recipe: GroupDPSGD, epsilon: float) -> float:
 @functools.lru_cache(maxsize=8)
 def _tabulate(sigma: float, rate: float, group_size: int) -> tuple[Array, Array]:
     """L at Gauss–Legendre nodes, and the log of Q's mass there."""
+    from scipy import stats
+
     law = cast(Any, stats.binom(group_size, rate))
     low, high = (int(law.ppf(p)) for p in (_NEGLIGIBLE, 0.5))
     while law.sf(high) > _NEGLIGIBLE:
@@ -104,6 +105,8 @@ def _invert(loss: Array, log_mass: Array, steps: int, epsilon: float) -> float:
 
 
 def _minimise(function: Callable[[float], float], low: float, high: float) -> tuple[float, float]:
+    from scipy import optimize
+
     found = cast(Any, optimize.minimize_scalar(function, bounds=(low, high), method="bounded"))
     return float(found.x), float(found.fun)
 
