@@ -218,7 +218,7 @@ def release(
             return forget(descend(net, data, recipe, noise=noise), retained, noise=noise).model
         case GroupDPSGD():
             options: dict[str, Any] = {"learning_rate": 1.0, "weight_decay": M}
-            return train_dpsgd(net, data, recipe, noise=noise, physical_batch=512, **options).model
+            return train_dpsgd(net, data, recipe, noise=noise, **options).model
         case _:
             return unlearn(trained, retained, recipe, loss_fn=cross_entropy, noise=noise).model
 

@@ -10,55 +10,34 @@ number is the expected batch size q n, which makes n public: the certifying algo
 without the k examples, divides by the same. Where n is private, give a ``divisor`` chosen without
 it. **Optimizer**: momentum, schedules and weight decay see y_t and x_t alone: post-processing.
 
-**Finite precision.** Each clipped gradient is cut to whole cells of a power-of-two grid, towards
-zero, so its norm stays within C; whole numbers are summed exactly in float64, in any order; and
-the noise is rounded Gaussians in whole cells (``expunge.noise``). So y_t is exactly a rounding of
-the ideal mechanism, provided that an example's gradient is a function of the example and of x_t:
-that it does not change, not in its last digit, with the rest of the batch. That is assumed.
-
-Per-example gradients are ``torch.func.vmap(grad(...))``: any module, no hooks. Opacus 1.6 is slower
-on the paper's CIFAR net (vmap takes 0.8 of its time) and faster by a millisecond a step on the tiny
-MNIST net (``make bench``).
+Sums, sampling and finite precision: ``expunge.noisy_sum``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
-from fractions import Fraction
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap  # pyright: ignore[reportPrivateImportUsage]
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from expunge.accounting import Execution
-from expunge.batching import Augment, LossFunction, compute_loss
-from expunge.circumstances import NO_NOISE, describe_subject, read_names
+from expunge.batching import Augment, LossFunction
+from expunge.circumstances import describe_subject, read_names
 from expunge.descent import make_trace
-from expunge.drawing import Drawing
-from expunge.errors import InputError, UnlearningError
+from expunge.errors import InputError
 from expunge.noise import Noise, SystemNoise
-from expunge.precision import norm_margin
+from expunge.noisy_sum import NoisySum, Prepare, load_chosen
 from expunge.progress import show_progress
 from expunge.randomness import untouched_random
 from expunge.recipes import GroupDPSGD
 from expunge.record import RunRecord, commit
-from expunge.subject import Subject, check_finite, check_unchanged, copy_subject
+from expunge.subject import check_finite, check_unchanged, copy_subject
 from expunge.training import InMemory, MakeOptimizer, ScheduleName, schedule_factor
 from expunge.unlearning import Run
-from expunge.vector import CHUNK
 from expunge.weights import hash_weights
-
-Prepare = Callable[[Tensor], Tensor]
-_CELLS = 26  # the grid is at most 2⁻²⁶ of the noise
-_COLUMNS = 4096
-_MOST = 2.0**52  # no sum of clipped gradients exceeds so many cells
 
 
 def train_dpsgd(
@@ -76,7 +55,7 @@ def train_dpsgd(
     augment: Augment | None = None,
     noise: Noise | None = None,
     divisor: float | None = None,
-    physical_batch: int = 128,
+    physical_batch: int = 64,
     forget_ids: Iterable[str | int] | None = None,
     ids: Iterable[str | int] | None = None,
     device: torch.device | str | None = None,
@@ -87,10 +66,10 @@ def train_dpsgd(
 
     The released model needs nothing more on request. ``data`` has ``inputs`` and ``targets`` in
     memory; ``augment(inputs, generator)`` and ``prepare(inputs)`` must treat each example alone.
-    ``loss_fn`` is the mean over a batch, here of one example. At most ``physical_batch`` gradients
-    are in memory at a time. ``seed`` draws augmentation and dropout; sampling and noise come from
-    ``noise``. ``forget_ids``, once known, are committed to: at most ``group_size`` of ``ids``
-    (default: ``data.ids``).
+    ``loss_fn`` is the mean over a batch, here of one example. Gradients are computed
+    ``physical_batch`` at a time, which bounds memory. ``seed`` draws augmentation and dropout;
+    sampling and noise come from ``noise``. ``forget_ids``, once known, are committed to: at most
+    ``group_size`` of ``ids`` (default: ``data.ids``).
 
     >>> from expunge.batching import Batches
     >>> data = Batches(torch.eye(4), torch.tensor([0, 0, 1, 1]), batch_size=4)
@@ -119,14 +98,15 @@ def train_dpsgd(
             else optimizer(parameters)
         )
         base = [float(group["lr"]) for group in stepping.param_groups]
-        mechanism = NoisySum(subject, recipe, loss_fn, noise, count)
+        mechanism = NoisySum(subject, recipe, loss_fn, noise, count, physical_batch)
+        mechanism.check_independence(data, prepare)
         generator = torch.Generator().manual_seed(seed)
         rows, seen = list[tuple[float, ...]](), 0
         for t in show_progress(range(recipe.steps), recipe.steps, "training", progress):
             for group, rate in zip(stepping.param_groups, base, strict=True):
                 group["lr"] = rate * schedule_factor(schedule, t, recipe.steps)
             chosen = mechanism.sample(t)
-            batches = _load(data, chosen, physical_batch, prepare, augment, generator)
+            batches = load_chosen(data, chosen, physical_batch, prepare, augment, generator)
             norm = math.hypot(*(float(p.detach().norm()) for p in parameters))
             length, drawn, whole = mechanism.release(t, batches, divisor)
             stepping.step()  # pyright: ignore[reportUnknownMemberType]
@@ -155,199 +135,6 @@ def train_dpsgd(
         **describe_subject(subject),
     )
     return Run(subject.model, record)
-
-
-class NoisySum:
-    """y = Σ clip_C(∇f_i) + N(0, (z C)² I) over Poisson samples, on a grid; without noise on none.
-
-    Formal guarantee: given x_t, adding or removing one example moves the sum before the noise by
-    at most C in exact arithmetic, and the noise is exactly a rounded Gaussian of its own.
-    """
-
-    def __init__(
-        self, subject: Subject, recipe: GroupDPSGD, loss_fn: LossFunction, noise: Noise, count: int
-    ) -> None:
-        self.subject, self.recipe, self.noise = subject, recipe, noise
-        self.sigma = recipe.noise_multiplier * recipe.clip
-        self.grid = choose_grid(recipe, count)
-        self.noise_keys = 1
-        # 1/grid must be a float of the gradients' dtype.
-        self._least = torch.float32 if self.grid == 0 or self.grid > 1e-30 else torch.float64
-        self._count, self._size = count, subject.size
-        stream = noise.begin()
-        key = hashlib.sha256(b"expunge/poisson\0" + stream.export_key()).digest()
-        self._sampler = PoissonSampler(key, recipe.sampling_rate)
-        self._drawing: Drawing | None = None
-        if self.grid > 0:
-            levels = [self.sigma / self.grid] * recipe.steps
-            self._drawing = Drawing(stream, levels, self._size, min(self._size, CHUNK))
-        self._gradients = differentiate(subject, loss_fn)
-        self._sum = torch.zeros(self._size, dtype=torch.float64, device=subject.device)
-
-    def sample(self, step: int) -> npt.NDArray[np.int64]:
-        """The positions of this step's examples."""
-        return self._sampler.draw(step, self._count)
-
-    def release(
-        self, step: int, batches: Iterable[tuple[Tensor, Tensor]], divisor: float
-    ) -> tuple[float, float, bool]:
-        """Write y/divisor into the parameters' ``grad``; ‖sum‖, ‖noise‖, and if all was finite."""
-        self._sum.zero_()
-        finite = True
-        for x, y in batches:
-            finite &= self._add(x.to(self.subject.device), y.to(self.subject.device))
-        cell = self.grid or 1.0
-        length, drawn = float(self._sum.norm()) * cell, 0.0
-        if self._drawing is not None:
-            for start in range(0, self._size, CHUNK):
-                stop = min(start + CHUNK, self._size)
-                cells = self._drawing.take(step, start, stop)
-                drawn += float(np.dot(cells, cells))
-                self._sum[start:stop] += torch.from_numpy(cells).to(self._sum.device)
-        place = 0
-        for p in self.subject.certified.values():
-            part = self._sum[place : place + p.numel()].view(p.shape)
-            p.grad = (part * (cell / divisor)).to(p.dtype)
-            place += p.numel()
-        return length, math.sqrt(drawn) * cell, finite
-
-    def describe(self) -> dict[str, Any]:
-        """The noise source and how batches were sampled."""
-        source = self.noise.describe() if self.grid > 0 else dict(NO_NOISE)
-        return source | {"sampling": "Poisson, AES-256-CTR"}
-
-    def _add(self, x: Tensor, y: Tensor) -> bool:
-        """Add the clipped gradients of a chunk; one that is not finite counts as zero."""
-        found = [g.reshape(len(y), -1) for g in self._gradients(x, y)]
-        found = [g.to(torch.promote_types(g.dtype, self._least)) for g in found]
-        norms = bound_norms(found)
-        ok = torch.isfinite(norms)
-        # The factor and its products are rounded to float32.
-        factor = (self.recipe.clip / norms).clamp_(max=1.0) * (1 - 2.0**-22)
-        factor = torch.where(ok, factor / (self.grid or 1.0), 0.0)
-        place = 0
-        for g in found:
-            scaled = g.mul_(factor.to(g.dtype)[:, None])
-            if not bool(ok.all()):
-                scaled[~ok] = 0.0
-            if self.grid > 0:
-                scaled.trunc_()
-            self._sum[place : place + g.shape[1]] += scaled.sum(0, dtype=torch.float64)
-            place += g.shape[1]
-        return bool(ok.all())
-
-
-def bound_norms(rows: list[Tensor]) -> Tensor:
-    """At least the norm of each example's gradient, given as rows of several matrices; float64.
-
-    A norm of n floats of unit roundoff u errs by a relative (n/2 + 2) u at most, in any order, and
-    by underflowing squares; float32 rows are taken 4,096 columns at a time, so the bound is 0.025 %
-    above the norm at most.
-
-    >>> bound_norms([torch.tensor([[3.0]]), torch.tensor([[4.0]])]).round(decimals=2).tolist()
-    [5.0]
-    """
-    parts: list[Tensor] = []
-    for g in rows:
-        wide = g.dtype == torch.float64
-        for block in g.split(_COLUMNS, dim=1):
-            norm = torch.linalg.vector_norm(block, dim=1).to(torch.float64)
-            n = block.shape[1]
-            unit, lost = (2.0**-53, 1e-150) if wide else (2.0**-24, 1e-18)
-            parts.append(norm * (1 + (n / 2 + 8) * unit) + math.sqrt(n) * lost)
-    squares = torch.stack(parts).square_().sum(0)
-    return squares.sqrt_() * (1 + norm_margin(len(parts)))
-
-
-class PoissonSampler:
-    """Each of n examples with probability q, independently, from an AES-256 stream of its own.
-
-    One 64-bit word per example is compared with ⌊2⁶⁴ q⌋: exactly q for q ≥ 2⁻¹¹, else below it by
-    less than 2⁻⁶⁴, which is on the safe side.
-
-    >>> sampler = PoissonSampler(bytes(32), 0.5)
-    >>> len(sampler.draw(0, 1000)), len(sampler.draw(1, 1000))
-    (505, 487)
-    """
-
-    def __init__(self, key: bytes, rate: float) -> None:
-        self._key, self._threshold = key, int(Fraction(rate) * 2**64)
-
-    def draw(self, step: int, count: int) -> npt.NDArray[np.int64]:
-        """The positions chosen in this step, in order; a pure function of the key and the step."""
-        if self._threshold >= 2**64:
-            return np.arange(count)
-        start = step.to_bytes(8, "big") + bytes(8)
-        words = np.frombuffer(
-            Cipher(algorithms.AES(self._key), modes.CTR(start))
-            .encryptor()
-            .update(bytes(8 * count)),
-            dtype="<u8",
-        )
-        return np.flatnonzero(words < np.uint64(self._threshold))
-
-
-def choose_grid(recipe: GroupDPSGD, count: int) -> float:
-    """A power of two, at most σ 2⁻²⁶, on which n clipped gradients sum exactly; 0 without noise.
-
-    >>> choose_grid(GroupDPSGD(clip=1.0, noise_multiplier=1.0, sampling_rate=0.1, steps=1,
-    ...                        group_size=1), 50_000) == 2.0**-26
-    True
-    """
-    sigma = recipe.noise_multiplier * recipe.clip
-    if sigma == 0:
-        return 0.0
-    grid = math.ldexp(1.0, math.frexp(sigma)[1] - 1 - _CELLS)
-    if count * recipe.clip / grid > _MOST:
-        raise InputError.of(
-            "noise_multiplier", recipe.noise_multiplier, f"above {count * 2.0**-24:g} for {count}"
-        )
-    return grid
-
-
-def differentiate(
-    subject: Subject, loss_fn: LossFunction
-) -> Callable[[Tensor, Tensor], Iterator[Tensor]]:
-    """(x, y) ↦ each certified parameter's gradients, one row per example."""
-    model = subject.model
-
-    def compute_one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        def forward(inputs: Tensor) -> Any:
-            return functional_call(model, parameters, (inputs,))
-
-        return compute_loss(cast(nn.Module, forward), (x[None], y[None]), loss_fn)
-
-    batched = vmap(grad(compute_one), in_dims=(None, 0, 0), randomness="different")
-
-    def compute_all(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-        parameters = {name: p.detach() for name, p in subject.certified.items()}
-        try:
-            found = batched(parameters, x, y)
-        except RuntimeError as error:
-            raise UnlearningError(
-                "the gradient of a single example cannot be taken by torch.func.vmap: "
-                + str(error).partition("\n")[0]
-            ) from error
-        return (found[name].detach() for name in subject.certified)
-
-    return compute_all
-
-
-def _load(
-    data: InMemory,
-    chosen: npt.NDArray[np.int64],
-    size: int,
-    prepare: Prepare | None,
-    augment: Augment | None,
-    generator: torch.Generator,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The chosen examples in chunks of at most ``size``."""
-    for start in range(0, len(chosen), size):
-        places = torch.from_numpy(chosen[start : start + size])
-        x = data.inputs.index_select(0, places.to(data.inputs.device))
-        y = data.targets.index_select(0, places.to(data.targets.device))
-        x = x if augment is None else augment(x, generator)
-        yield (x if prepare is None else prepare(x)), y
 
 
 def _split_ids(

@@ -197,7 +197,8 @@ DPSGD_ASSUMPTIONS = (
     "computed: every clipped gradient was cut to a grid and summed without rounding, and every "
     "batch was a Poisson sample from a secret stream of its own.",
     "assumed: an example's gradient depends on the example and on the weights alone, to its last "
-    "digit, and not on the rest of the batch.",
+    "digit, and not on the rest of the batch; all batches had one shape, and it did not when that "
+    "was checked before the first step.",
     "assumed: the start, the learning rates and the number that sums were divided by do not depend "
     "on the forget set.",
 )
