@@ -6,7 +6,8 @@
 
 Batch 128, SGD without momentum, linear one-cycle, weight decay 5e-4, learning rate 0.06 (MNIST) or
 0.1 (CIFAR-10); 5,000 of the official training images are validation, which chooses nothing here.
-Accuracy after each tenth of the epochs goes to experiments/results/reference.json as it comes.
+Accuracy after each tenth of the epochs goes to experiments/results/reference.json as it comes, and
+the table of finished runs to docs/comparison.md.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from expunge.tasks import Augmentation, cifar, digits, mnist, networks
 from expunge.tasks.samples import Samples, Task
 
 HERE = Path(__file__).parent
+DOCS = HERE.parent / "docs" / "comparison.md"
+NETS = {"mnist": "MNIST, 784-5-10", "cifar10": "CIFAR-10, 20,042 parameters"}
 
 
 @dataclass(frozen=True)
@@ -122,14 +125,41 @@ def run(args: Args, task: Task, net: nn.Module, out: Path) -> dict[str, Any]:
     return report(args.epochs, log.losses)
 
 
+def tabulate(entries: dict[str, Any]) -> list[str]:
+    """The finished runs as a table."""
+    lines = [
+        "| net | epochs | augmentation | seed | train | validation | test |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for entry in entries.values():
+        if entry.get("finished"):
+            accuracy = (entry["train"], entry["curve"][-1]["validation"], entry["test"])
+            settings = (NETS[entry["task"]], entry["epochs"], "yes" if entry["augment"] else "none")
+            cells = [*map(str, (*settings, entry["seed"])), *(f"{a:.2f}" for a in accuracy)]
+            lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def replace_table(text: str, lines: list[str]) -> str:
+    """The page with the table between its markers replaced."""
+    begin, end = "<!-- reference -->", "<!-- end of reference -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n" + "\n".join(lines) + f"\n{end}{after}"
+
+
 def write(out: Path, entry: dict[str, Any]) -> None:
-    """Replace this run's entry in reference.json, and keep the others."""
+    """Replace the entry of this run; finished ones of the repository also go on the page."""
     file = out / "reference.json"
     out.mkdir(parents=True, exist_ok=True)
     entries = json.loads(file.read_text()) if file.exists() else {}
     name = entry["task"] + (" augmented" if entry["augment"] else "")
     entries[f"{name}, seed {entry['seed']}"] = entry
-    file.write_text(json.dumps(dict(sorted(entries.items())), indent=1) + "\n")
+    entries = dict(sorted(entries.items()))
+    file.write_text(json.dumps(entries, indent=1) + "\n")
+    if entry.get("finished") and out.resolve() == (HERE / "results").resolve():
+        page = DOCS.read_text(encoding="utf-8")
+        DOCS.write_text(replace_table(page, tabulate(entries)), encoding="utf-8")
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
