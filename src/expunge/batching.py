@@ -59,22 +59,35 @@ class Batches:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        n, size = len(self.inputs), self.batch_size
-        order = None
-        if self.generator is not None:
-            device = self.generator.device
-            order = torch.randperm(n, generator=self.generator, device=device)
-            order = order.to(self.inputs.device)
-        for start in range(0, len(self) * size, size):
-            if order is None:
-                x, y = self.inputs[start : start + size], self.targets[start : start + size]
-            else:
-                chosen = order[start : start + size]
-                x = self.inputs.index_select(0, chosen)
-                y = self.targets.index_select(0, chosen.to(self.targets.device))
-            if self.augment is not None and self.generator is not None:
-                x = self.augment(x, self.generator)
-            yield (x if self.prepare is None else self.prepare(x)), y
+        order = self.draw_order()
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            x, y = self.fetch(order, start)
+            yield self.make_ready(x), y
+
+    def draw_order(self) -> Tensor | None:
+        """The order of a new pass; None is that of the tensors."""
+        if self.generator is None:
+            return None
+        device = self.generator.device
+        order = torch.randperm(len(self.inputs), generator=self.generator, device=device)
+        return order.to(self.inputs.device)
+
+    def fetch(self, order: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+        """The batch that starts at place ``start`` of the order: gathered and augmented."""
+        stop = start + self.batch_size
+        if order is None:
+            x, y = self.inputs[start:stop], self.targets[start:stop]
+        else:
+            chosen = order[start:stop]
+            x = self.inputs.index_select(0, chosen)
+            y = self.targets.index_select(0, chosen.to(self.targets.device))
+        if self.augment is not None and self.generator is not None:
+            x = self.augment(x, self.generator)
+        return x, y
+
+    def make_ready(self, inputs: Tensor) -> Tensor:
+        """A fetched batch as the model takes it."""
+        return inputs if self.prepare is None else self.prepare(inputs)
 
 
 class Cycle:

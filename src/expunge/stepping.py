@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from expunge.batching import Cycle, LossFunction, compute_loss, count_examples, move_batch
 from expunge.buffers import reset_statistics
 from expunge.checkpoint import Progress, load_checkpoint, remove_leftovers, save_checkpoint
+from expunge.compiling import Compile
 from expunge.drawing import Drawing
 from expunge.errors import UnlearningError
+from expunge.gradients import plan_gradients
 from expunge.noise import Noise
 from expunge.precision import NoisyRecipe, choose_precision, list_levels
 from expunge.progress import show_progress
@@ -39,6 +41,7 @@ class Loop:
         loader: Iterable[Any],
         loss_fn: LossFunction | None,
         noise: Noise,
+        compile: Compile = False,
     ) -> None:
         self.subject, self.recipe, self.loader, self.loss_fn = subject, recipe, loader, loss_fn
         self.noise = noise
@@ -54,6 +57,15 @@ class Loop:
         self.columns = np.zeros((max(self.steps, 1), 7))
         self.done = self.noise_keys = self.resumed = self.gradient_evaluations = 0
         self._cycle: Cycle | None = None
+        self._compiled = plan_gradients(
+            compile,
+            subject.model,
+            list(subject.certified),
+            loader,
+            loss_fn,
+            self.steps,
+            lambda batch: compute_gradients(subject, batch, loss_fn),
+        )
         self._place: dict[str, Tensor] | None = None
 
     def begin(self, path: Path | None, identity: dict[str, Any]) -> None:
@@ -135,7 +147,10 @@ class Loop:
             case ModelClipping(model_clip=radius):
                 bound = math.inf
         batch = move_batch(cycle.take(), self.subject.device)
-        gradients = compute_gradients(self.subject, batch, self.loss_fn)
+        if self._compiled is None:
+            gradients = compute_gradients(self.subject, batch, self.loss_fn)
+        else:
+            gradients = self._compiled.compute(batch)
         norm = self.vector.gradient_norm(gradients)
         clip = self.vector.clip_factor(norm, bound)
         update = Update(gamma, recipe.weight_decay, clip, radius, sigma, t + 1)

@@ -7,9 +7,10 @@ post-processing, so it costs nothing; ``fine_tune`` writes it into the record.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -26,14 +27,17 @@ from expunge.batching import (
     count_examples,
     move_batch,
 )
+from expunge.compiling import Compile, CompiledSteps, plan_steps, warn_uncompiled
 from expunge.errors import InputError, UnlearningError
 from expunge.progress import show_progress
 from expunge.randomness import untouched_random
 from expunge.record import FineTuning
+from expunge.sgd import Optimizing, Scheduled, Sgd
 from expunge.unlearning import Run, commit_disjoint
 from expunge.weights import hash_weights
 
 ScheduleName = Literal["constant", "one-cycle"]
+OnPass = Callable[[int, float], object]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 # The linear one-cycle schedule: (part of the steps, part of the peak), straight lines in between.
@@ -53,7 +57,10 @@ class InMemory(Protocol):
 
 @dataclass(frozen=True)
 class TrainingLog:
-    """What ran: ``losses`` is the mean training loss of each pass through the data."""
+    """What ran: ``losses`` is the mean training loss of each pass through the data.
+
+    ``note`` says why the steps were not ``compiled``, if that was considered.
+    """
 
     optimizer: str
     epochs: float
@@ -63,6 +70,8 @@ class TrainingLog:
     schedule: str
     gradient_evaluations: int
     losses: tuple[float, ...]
+    compiled: bool = False
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -90,6 +99,8 @@ def train(
     loss_fn: LossFunction | None = cross_entropy,
     generator: torch.Generator | None = None,
     seed: int = 0,
+    compile: Compile = "auto",
+    on_pass: OnPass | None = None,
     progress: bool = False,
 ) -> TrainingLog:
     """Train the module's trainable parameters in place, in the train or eval mode it is in.
@@ -98,7 +109,12 @@ def train(
     ``prepare`` apply, and the order comes from ``generator`` or ``seed``) or any loader.
     ``optimizer(parameters)`` makes another torch optimizer than SGD; the schedule then scales its
     own learning rates. ``epochs`` may be a fraction. Dropout draws from ``seed`` too; the global
-    random state is untouched.
+    random state is untouched. ``on_pass(passes, mean loss)`` is called after every pass through
+    the data, when the module holds that pass's parameters.
+
+    ``compile`` has whole steps compiled, for SGD on data in memory; the result is the same up to
+    rounding. "auto" does so when the run would take more than a minute without
+    (:mod:`expunge.compiling` has the model and the checks); what cannot be compiled runs as it is.
 
     >>> model = nn.Linear(2, 2)
     >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -106,7 +122,7 @@ def train(
     >>> log.steps, log.losses[0] > log.losses[-1]
     (3, True)
     """
-    _check_numbers(epochs, learning_rate, batch_size, weight_decay, momentum)
+    check_numbers(epochs, learning_rate, batch_size, weight_decay, momentum)
     loader = _make_loader(data, batch_size, augment, prepare, generator, seed)
     length = _count_batches(loader)
     steps = math.ceil(epochs * length - 1e-9)
@@ -114,19 +130,26 @@ def train(
     if not parameters:
         raise UnlearningError("the model has no trainable parameter; there is nothing to train")
     optimizing = (
-        torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
+        Sgd(parameters, learning_rate, momentum, weight_decay)
         if optimizer is None
-        else optimizer(parameters)
+        else Scheduled(optimizer(parameters))
     )
+    planned = plan_steps(compile, model, loader, optimizing, loss_fn, steps)
+    factor = functools.partial(schedule_factor, schedule, steps=steps)
     with untouched_random():
         torch.manual_seed(seed)
-        cycle = Cycle(loader)
-        evaluations, losses = _descend(
-            model, cycle, optimizing, loss_fn, schedule, steps, length, progress
-        )
+        optimizing.clear()
+        if isinstance(planned, CompiledSteps):
+            running = planned.run(steps, factor)
+        else:
+            running = _run_steps(model, Cycle(loader), optimizing, loss_fn, steps, factor)
+        evaluations, losses = _gather_losses(running, length, steps, progress, on_pass)
+    note = planned.note if isinstance(planned, CompiledSteps) else planned
+    if isinstance(planned, CompiledSteps) and note and compile is True:
+        warn_uncompiled(note)
     given = getattr(loader, "batch_size", None)
     return TrainingLog(
-        optimizer=_describe(optimizing),
+        optimizer=optimizing.describe(),
         epochs=float(epochs),
         steps=steps,
         learning_rate=float(learning_rate),
@@ -134,40 +157,51 @@ def train(
         schedule=schedule,
         gradient_evaluations=evaluations,
         losses=losses,
+        compiled=isinstance(planned, CompiledSteps) and not note,
+        note=note,
     )
 
 
-def _descend(
+def _run_steps(
     model: nn.Module,
     cycle: Cycle,
-    optimizer: torch.optim.Optimizer,
+    optimizing: Optimizing,
     loss_fn: LossFunction | None,
-    schedule: ScheduleName,
     steps: int,
-    length: int,
-    progress: bool,
-) -> tuple[int, tuple[float, ...]]:
-    """The steps themselves; returns examples seen, and the mean loss of each pass."""
-    base = [float(group["lr"]) for group in optimizer.param_groups]
-    device = cast(Tensor, optimizer.param_groups[0]["params"][0]).device
-    total = torch.zeros((), device=device)
-    losses, evaluations, passed = list[float](), 0, 0
-    for t in show_progress(range(steps), steps, "training", progress):
-        factor = schedule_factor(schedule, t, steps)
-        for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * factor
+    factor: Callable[[int], float],
+) -> Iterator[tuple[Tensor, int]]:
+    """The steps themselves; yields the loss of each, and the examples it saw."""
+    device = optimizing.parameters[0].device
+    for t in range(steps):
         batch = cycle.take()
-        optimizer.zero_grad(set_to_none=True)
         loss = compute_loss(model, move_batch(batch, device), loss_fn)
         loss.backward()
-        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
-        total += loss.detach()
-        passed += 1
-        evaluations += count_examples(batch)
-        if passed == length or t + 1 == steps:
-            losses.append(float(total) / passed)
-            total, passed = torch.zeros_like(total), 0
-    optimizer.zero_grad(set_to_none=True)
+        optimizing.step(factor(t))
+        yield loss.detach(), count_examples(batch)
+
+
+def _gather_losses(
+    running: Iterable[tuple[Tensor, int]],
+    length: int,
+    steps: int,
+    progress: bool,
+    on_pass: OnPass | None,
+) -> tuple[int, tuple[float, ...]]:
+    """Run it all; returns the examples seen, and the mean loss of each pass."""
+    ticks = show_progress(range(steps), steps, "training", progress)
+    held, losses, evaluations = list[Tensor](), list[float](), 0
+    done = passed = 0
+    for loss, examples in running:
+        evaluations += examples
+        held.append(loss)
+        done, passed = done + loss.numel(), passed + loss.numel()
+        for _ in itertools.islice(ticks, loss.numel()):
+            pass
+        if passed == length or done == steps:
+            losses.append(float(torch.cat([part.reshape(-1) for part in held]).mean()))
+            held, passed = [], 0
+            if on_pass is not None:
+                on_pass(len(losses), losses[-1])
     return evaluations, tuple(losses)
 
 
@@ -297,9 +331,10 @@ def _count_batches(loader: Iterable[Any]) -> int:
     return length
 
 
-def _check_numbers(
+def check_numbers(
     epochs: float, learning_rate: float, batch_size: int, weight_decay: float, momentum: float
 ) -> None:
+    """Refuse settings that no training can have."""
     numbers = {
         "epochs": epochs,
         "learning_rate": learning_rate,
@@ -311,11 +346,3 @@ def _check_numbers(
             raise InputError.of(name, value, "a finite number >= 0")
     if batch_size != int(batch_size) or batch_size < 1:
         raise InputError.of("batch_size", batch_size, "a whole number >= 1")
-
-
-def _describe(optimizer: torch.optim.Optimizer) -> str:
-    """The optimizer's name and what is not zero among its usual settings."""
-    group = optimizer.param_groups[0]
-    names = ("momentum", "weight_decay", "betas")
-    settings = [f"{name}={group[name]}" for name in names if group.get(name)]
-    return type(optimizer).__name__ + (f"({', '.join(settings)})" if settings else "")

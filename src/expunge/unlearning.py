@@ -28,6 +28,7 @@ from expunge import recipes
 from expunge.accounting import Execution
 from expunge.batching import LossFunction, compute_loss, move_batch
 from expunge.buffers import BufferMode, estimate_statistics
+from expunge.compiling import Compile
 from expunge.errors import InputError, UnlearningError
 from expunge.noise import Noise, SystemNoise
 from expunge.precision import NoisyRecipe
@@ -71,6 +72,7 @@ def unlearn(
     releases: int = 1,
     parent: str | None = None,
     device: torch.device | str | None = None,
+    compile: Compile = "auto",
     progress: bool = False,
     on_step: OnStep | None = None,
     checkpoint: str | Path | None = None,
@@ -112,7 +114,7 @@ def unlearn(
         )
         if start == "model":
             check_finite(subject.certified)
-        loop = Loop(subject, recipe, retain_loader, loss_fn, noise or SystemNoise())
+        loop = Loop(subject, recipe, retain_loader, loss_fn, noise or SystemNoise(), compile)
         before = hash_weights(model.state_dict())
         hashes = {
             "weights_before": before,

@@ -1,0 +1,133 @@
+"""The gradients of a certified run from a compiled function, where that pays.
+
+The certificate rests on what happens to a gradient (its clip, the noise), never on how it was
+computed, so compiling it changes no guarantee. Only steps of 2 ms or more are compiled by
+themselves: entering compiled code for one small step costs as much as it saves. The first gradient
+is computed both ways and compared, as in :mod:`expunge.compiling`; batches of another shape than
+the first, such as the last of a pass, are not compiled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from expunge.batching import Batches, LossFunction
+from expunge.compiling import (
+    PAYS_AFTER,
+    SHORT_STEP,
+    Compile,
+    check_compile,
+    differentiate,
+    estimate_step,
+    explain,
+    find_obstacle,
+    is_close,
+    make_compiled,
+)
+from expunge.randomness import capture_random, restore_random
+
+Compute = Callable[[Any], list[Tensor]]
+
+
+def plan_gradients(
+    compile: Compile,
+    model: nn.Module,
+    names: Sequence[str],
+    loader: object,
+    loss_fn: LossFunction | None,
+    steps: int,
+    compute: Compute,
+) -> CompiledGradients | None:
+    """Compiled gradients of the named parameters, or None; ``compute`` is the uncompiled way.
+
+    "auto" compiles batches in memory when ``steps`` of them would take a minute.
+
+    >>> plan_gradients("auto", nn.Linear(2, 2), ["weight", "bias"], [], None, 10, lambda _: [])
+    """
+    check_compile(compile)
+    if compile is False or steps == 0:
+        return None
+    batches = loader if isinstance(loader, Batches) else None
+    if loss_fn is None:
+        note = "the model computes its own loss"
+    elif not (note := find_obstacle(model, batches)) and (
+        compile is True or _pays(model, batches, steps)
+    ):
+        return CompiledGradients(model, names, loss_fn, compute)
+    if note and compile is True:
+        warnings.warn(f"gradients are not compiled: {note}", RuntimeWarning, stacklevel=4)
+    return None
+
+
+def _pays(model: nn.Module, batches: Batches | None, steps: int) -> bool:
+    if batches is None or not batches.inputs.is_cpu:
+        return False
+    seconds = estimate_step(model, batches)
+    return seconds >= SHORT_STEP and seconds * steps >= PAYS_AFTER
+
+
+class CompiledGradients:
+    """Gradients of batches (inputs, targets); ``note`` says why they are not compiled after all."""
+
+    def __init__(
+        self, model: nn.Module, names: Sequence[str], loss_fn: LossFunction, compute: Compute
+    ) -> None:
+        self.note = ""
+        self._model, self._names, self._loss_fn, self._compute = model, names, loss_fn, compute
+        parameters = dict(model.named_parameters())
+        self._point = [parameters[name].detach() for name in names]
+        self._kind: list[Any] | None = None
+
+    def compute(self, batch: Any) -> list[Tensor]:
+        """The gradient at the model's present parameters."""
+        kind = _describe(batch)
+        if self.note or kind is None or self._kind not in (None, kind):
+            return self._compute(batch)
+        if self._kind is None:
+            self._kind = kind
+            return self._compare(batch)
+        try:
+            return self._call(batch)
+        except Exception as error:  # torch refuses before it computes
+            self.note = explain(error)
+            return self._compute(batch)
+
+    def _compare(self, batch: Any) -> list[Tensor]:
+        before = capture_random()
+        gradients = self._compute(batch)
+        after = capture_random()
+        restore_random(before)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = self._call(batch)
+            pairs = zip(gradients, found, strict=True)
+            if not all(is_close(torch.zeros_like(g), g, other) for g, other in pairs):
+                self.note = "compiled and uncompiled gradients differ"
+        except Exception as error:  # whatever cannot be captured runs uncompiled
+            self.note = explain(error)
+        finally:
+            restore_random(after)
+        return gradients
+
+    def _call(self, batch: Any) -> list[Tensor]:
+        step = make_compiled(differentiate)
+        with torch.no_grad():
+            gradients, _ = step(self._model, self._names, self._point, *batch, self._loss_fn)
+        return gradients
+
+
+def _describe(batch: Any) -> list[Any] | None:
+    """Shapes and types of a pair of tensors; None for any other batch."""
+    if not isinstance(batch, tuple | list):
+        return None
+    items = cast(Sequence[object], batch)
+    if len(items) != 2 or not all(isinstance(item, Tensor) for item in items):
+        return None
+    tensors = cast(Sequence[Tensor], batch)
+    return [(t.shape, t.dtype, t.device) for t in tensors]
