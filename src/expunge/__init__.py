@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from expunge.certificate import Certificate, certify
     from expunge.directory import write_run
     from expunge.dpsgd import train_dpsgd
+    from expunge.ensembles import train_many
     from expunge.errors import (
         CalibrationError,
         CertificateError,
@@ -95,6 +96,7 @@ __all__ = [
     "retrain",
     "train",
     "train_dpsgd",
+    "train_many",
     "unlearn",
     "verify",
     "verify_chain",
@@ -110,6 +112,7 @@ _HOMES = {
     "certificate": ("Certificate", "certify"),
     "directory": ("write_run",),
     "dpsgd": ("train_dpsgd",),
+    "ensembles": ("train_many",),
     "errors": (
         "CalibrationError",
         "CertificateError",
