@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         UnlearningError,
         VerificationError,
     )
+    from expunge.finetuning import fine_tune_many
     from expunge.mechanism import audit_mechanism, audit_run
     from expunge.noise import SeededNoise, SystemNoise
     from expunge.planning import Candidate, Plan, plan
@@ -90,6 +91,7 @@ __all__ = [
     "commit",
     "evaluate",
     "fine_tune",
+    "fine_tune_many",
     "guarantee",
     "opens",
     "plan",
@@ -122,6 +124,7 @@ _HOMES = {
         "UnlearningError",
         "VerificationError",
     ),
+    "finetuning": ("fine_tune_many",),
     "mechanism": ("audit_mechanism", "audit_run"),
     "noise": ("SeededNoise", "SystemNoise"),
     "planning": ("Candidate", "Plan", "plan"),

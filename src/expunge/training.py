@@ -31,7 +31,7 @@ from expunge.compiling import Compile, CompiledSteps, plan_steps, warn_uncompile
 from expunge.errors import InputError, UnlearningError
 from expunge.progress import show_progress
 from expunge.randomness import untouched_random
-from expunge.record import FineTuning
+from expunge.record import Commitment, FineTuning
 from expunge.sgd import Optimizing, Scheduled, Sgd
 from expunge.unlearning import Run, commit_disjoint
 from expunge.weights import hash_weights
@@ -231,7 +231,11 @@ def fine_tune(
     known = getattr(data, "ids", None) if ids is None else ids
     _, committed = commit_disjoint(forget_ids, known)
     model = copy.deepcopy(run.model)
-    log = train(model, data, **options)
+    return write_fine_tuning(run, model, train(model, data, **options), committed)
+
+
+def write_fine_tuning(run: Run, model: nn.Module, log: TrainingLog, data: Commitment | None) -> Run:
+    """The run with ``model`` in place of its own, and in the record how it was fine-tuned."""
     finetune = FineTuning(
         optimizer=log.optimizer,
         epochs=log.epochs,
@@ -240,7 +244,7 @@ def fine_tune(
         batch_size=log.batch_size,
         schedule=log.schedule,
         gradient_evaluations=log.gradient_evaluations,
-        data=committed,
+        data=data,
     )
     after = hash_weights(model.state_dict())
     return Run(model, replace(run.record, finetune=finetune, weights_after=after))

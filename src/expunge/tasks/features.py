@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -112,18 +112,20 @@ def extract(
     device: torch.device | str = "cpu",
     cache: bool = True,
     folder: str | Path | None = None,
+    compile: bool = False,
 ) -> Samples:
     """The same samples with float32 features as inputs, from the cache if they are in it.
 
     The cache is ``folder``, else ``features`` in the data folder. A cached file that is damaged is
-    computed again.
+    computed again. ``compile`` has torch compile the backbone with its weights as constants: a
+    minute or so before the first batch, then twice as fast; features differ in the last digits.
     """
     if batch_size < 1:
         raise InputError.of("batch_size", batch_size, "an integer >= 1")
     path = cache_path(samples, backbone, folder) if cache else None
     found = _read_cached(path, len(samples)) if path else None
     if found is None:
-        found = _compute(samples, backbone, batch_size, device)
+        found = _compute(samples, backbone, batch_size, device, compile)
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = {"features": found}
@@ -139,12 +141,19 @@ def extract_task(
     device: torch.device | str = "cpu",
     cache: bool = True,
     folder: str | Path | None = None,
+    compile: bool = False,
 ) -> Task:
     """The task with features as inputs; they need no further normalisation (mean 0, std 1)."""
 
     def of(samples: Samples) -> Samples:
         return extract(
-            samples, backbone, batch_size=batch_size, device=device, cache=cache, folder=folder
+            samples,
+            backbone,
+            batch_size=batch_size,
+            device=device,
+            cache=cache,
+            folder=folder,
+            compile=compile,
         )
 
     return Task(
@@ -232,15 +241,25 @@ def _freeze(net: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _compute(
-    samples: Samples, backbone: Backbone, batch_size: int, device: torch.device | str
+    samples: Samples,
+    backbone: Backbone,
+    batch_size: int,
+    device: torch.device | str,
+    compile: bool = False,
 ) -> Tensor:
     backbone.module.to(device)
+    fast = replace(backbone, module=_compile(backbone.module)) if compile else backbone
     parts: list[Tensor] = []
     starts = range(0, len(samples), batch_size)
     for start in show_progress(starts, len(samples), f"{backbone.name} features"):
         batch = samples.inputs[start : start + batch_size]
-        parts.append(backbone(batch.to(device)).float().cpu())
+        whole = len(batch) == batch_size
+        parts.append((fast if whole else backbone)(batch.to(device)).float().cpu())
     return torch.cat(parts)
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    return cast(nn.Module, torch.compile(module, dynamic=False, options={"freezing": True}))
 
 
 def _read_cached(path: Path, count: int) -> Tensor | None:
