@@ -72,8 +72,10 @@ def test_the_reference_script_trains_and_keeps_other_entries(tmp_path):
     first = script.main(["--task", "mnist", *options])
     script.main(["--task", "cifar10", "--augment", "--seed", "1", *options])
     entries = json.loads((tmp_path / "reference.json").read_text())
-    assert sorted(entries) == ["cifar10 augmented, seed 1", "mnist, seed 0"]
-    assert entries["mnist, seed 0"] == first
+    assert sorted(entries) == ["cifar10-augmented-1", "mnist-0"]
+    assert entries["mnist-0"] == first
+    assert script.main(["--task", "mnist", *options]) == first
+    assert (tmp_path / "models" / "mnist-0.safetensors").stat().st_size > 1000
     assert [point["epoch"] for point in first["curve"]] == [1, 2, 3]
     assert first["test"] > 30
 
@@ -88,6 +90,7 @@ def test_the_reference_settings_are_the_papers():
 def test_the_measured_reference_is_what_the_page_says():
     entries = json.loads((ROOT / "experiments" / "results" / "reference.json").read_text())
     text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
-    assert 88 < entries["mnist, seed 0"]["test"] < 92
+    assert 88 < entries["mnist-0"]["test"] < 92
+    assert 60 < entries["cifar10-0"]["test"] < 67
     script = load("train_reference")
     assert script.replace_table(text, script.tabulate(entries)) == text

@@ -1,0 +1,147 @@
+"""The arms of every comparison, and the recipe of each: what is printed, what is certified.
+
+=====================  ====================  =====================================================
+method                 version               what
+=====================  ====================  =====================================================
+retrain                own                   the network's own initialisation
+retrain                gaussian              N(0, s² I), s what remains of gradient clipping's noise
+output-perturbation    printed               the paper's row as it stands
+gradient-clipping      printed               (its true ε is beside its results)
+model-clipping         printed
+  … each of the three  certified             all radii rescaled by one factor, with the same noise,
+                                             so that the labelled ε is true
+  … each of the three  centre                the printed run started at the centre: it never sees
+                                             the old model
+dp-sgd                 certified             DP-SGD with group privacy from the start (transfer only)
+=====================  ====================  =====================================================
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from expunge import (
+    GradientClipping,
+    ModelClipping,
+    OutputPerturbation,
+    calibrate,
+    guarantee,
+)
+
+PRINTED = Path(__file__).parent.parent / "tests" / "data"
+DELTA = 1e-5
+Noisy = OutputPerturbation | GradientClipping | ModelClipping
+Method = Literal["retrain", "output-perturbation", "gradient-clipping", "model-clipping", "dp-sgd"]
+Version = Literal["own", "gaussian", "printed", "certified", "centre"]
+RECIPES: dict[str, type[Noisy]] = {
+    "output-perturbation": OutputPerturbation,
+    "gradient-clipping": GradientClipping,
+    "model-clipping": ModelClipping,
+}
+RADII = ("start_clip", "grad_clip", "model_clip")
+
+
+@dataclass(frozen=True, order=True)
+class Arm:
+    """One line of a figure. ``table`` names the rows of the paper that it follows.
+
+    >>> Arm("gradient-clipping", "printed").name
+    'gradient-clipping, printed'
+    """
+
+    method: Method
+    version: Version
+    epsilon: float = 1.0
+    table: str = ""
+
+    @property
+    def name(self) -> str:
+        target = "" if self.epsilon == 1.0 else f", ε = {self.epsilon:g}"
+        return f"{self.method}, {self.version}{target}"
+
+
+RETRAIN, GAUSSIAN = Arm("retrain", "own"), Arm("retrain", "gaussian")
+
+
+def list_arms(methods: tuple[Method, ...], epsilon: float = 1.0, table: str = "") -> list[Arm]:
+    """The three versions of every method.
+
+    >>> [arm.version for arm in list_arms(("model-clipping",))]
+    ['printed', 'certified', 'centre']
+    """
+    versions: tuple[Version, ...] = ("printed", "certified", "centre")
+    return [Arm(method, version, epsilon, table) for method in methods for version in versions]
+
+
+def read_row(table: str, budget: float, epsilon: float) -> dict[str, Any]:
+    """The paper's row for this budget; between its budgets, that of the one below.
+
+    >>> read_row("gradient_clipping_mnist", 1, 1.0)["noise_std"]
+    0.02827
+    """
+    with (PRINTED / f"{table}.csv").open(newline="") as file:
+        rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
+    rows = sorted((r for r in rows if r["epsilon"] == epsilon), key=lambda r: r["epochs"])
+    fitting = [row for row in rows if row["epochs"] <= budget] or rows[:1]
+    row: dict[str, Any] = dict(fitting[-1])
+    del row["epsilon"], row["epochs"]
+    return row | ({"steps": int(row["steps"])} if "steps" in row else {})
+
+
+@functools.cache
+def make_recipe(arm: Arm, task: str, budget: float, parameters: int) -> Noisy:
+    """The recipe of an arm that adds noise.
+
+    >>> make_recipe(Arm("output-perturbation", "printed"), "mnist", 1, 3985).noise_std
+    0.096896
+    """
+    kind = RECIPES[arm.method]
+    table = arm.table or f"{arm.method.replace('-', '_')}_{task}"
+    printed = kind(**read_row(table, budget, arm.epsilon))
+    return (
+        certify_radii(printed, arm.epsilon, parameters) if arm.version == "certified" else printed
+    )
+
+
+def certify_radii(recipe: Noisy, epsilon: float, parameters: int) -> Noisy:
+    """The recipe with all radii times the largest factor for which (ε, δ) is true.
+
+    >>> printed = make_recipe(Arm("gradient-clipping", "printed"), "mnist", 1, 3985)
+    >>> true = certify_radii(printed, 1.0, 3985)
+    >>> round(printed.grad_clip / true.grad_clip, 2), true.noise_std == printed.noise_std
+    (5.28, True)
+    """
+
+    def scale(factor: float) -> Noisy:
+        radii = {name: getattr(recipe, name, None) for name in RADII}
+        scaled = {name: r * factor for name, r in radii.items() if r is not None}
+        return replace(recipe, **scaled)
+
+    return calibrate(
+        scale, epsilon=epsilon, delta=DELTA, find="largest", start=1.0, parameters=parameters
+    )
+
+
+def measure_noise(recipe: Noisy) -> float:
+    """The standard deviation of the noise that is left when the run ends.
+
+        s² = σ² Σ_{k<T} ρ^{2k},  ρ = 1 - γλ   (clips and gradients apart)
+
+    >>> measure_noise(OutputPerturbation(start_clip=1.0, noise_std=3.0))
+    3.0
+    """
+    sigma = float(recipe.noise_std)
+    if isinstance(recipe, OutputPerturbation):
+        return sigma
+    rho = 1 - float(recipe.learning_rate) * recipe.weight_decay
+    return sigma * math.sqrt(sum(rho ** (2 * k) for k in range(recipe.steps)))
+
+
+def find_epsilon(recipe: Noisy) -> float:
+    """The ε that is true of a recipe at δ = 1e-5."""
+    return guarantee(recipe, delta=DELTA).epsilon

@@ -1,0 +1,88 @@
+"""The command line that all experiments share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+RESULTS = Path(__file__).parent / "results"
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    tasks: tuple[str, ...]
+    budgets: tuple[float, ...]
+    seeds: int | None
+    full: bool
+    plot: bool
+    plain: bool
+    smoke: bool
+    part: tuple[int, int] | None
+    arms: str
+    root: Path | None
+    out: Path
+
+    @property
+    def compile(self) -> Any:
+        """How training runs: nothing, or one by one and uncompiled for comparison."""
+        return "one by one" if self.plain or self.smoke else None
+
+    def take_part(self, items: Sequence[Item]) -> list[Item]:
+        """This process's share of the work, of those arms that were asked for."""
+        wanted = [item for item in items if self.arms in getattr(item, "key", "")]
+        if self.part is None:
+            return wanted
+        place, count = self.part
+        return wanted[place::count]
+
+
+def read_options(
+    about: str | None, tasks: tuple[str, ...], arguments: list[str] | None = None
+) -> Options:
+    """Parse the command line of a script that can run on these tasks."""
+    text = (about or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--task", choices=[*tasks, "all"], default="all")
+    parser.add_argument("--budgets", type=float, nargs="+", default=[], help="in epochs")
+    parser.add_argument("--seeds", type=int, help="number of seeds, paired across arms")
+    parser.add_argument("--full", action="store_true", help="the paper's whole grid")
+    parser.add_argument("--plot", action="store_true", help="run nothing, draw what is there")
+    parser.add_argument("--plain", action="store_true", help="one run at a time, not compiled")
+    parser.add_argument("--smoke", action="store_true", help="scikit-learn's digits, tiny")
+    parser.add_argument("--part", type=_read_part, help="i/n: this process's share of the runs")
+    parser.add_argument("--arms", default="", help="only runs whose name contains this")
+    parser.add_argument("--root", type=Path, help="folder of the data; default EXPUNGE_DATA")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    chosen = tasks if given.task == "all" else (given.task,)
+    return Options(
+        ("digits",) if given.smoke else chosen,
+        tuple(given.budgets),
+        given.seeds,
+        given.full,
+        given.plot,
+        given.plain,
+        given.smoke,
+        given.part,
+        given.arms,
+        given.root,
+        given.out,
+    )
+
+
+def _read_part(text: str) -> tuple[int, int]:
+    """i of n.
+
+    >>> _read_part("1/2")
+    (1, 2)
+    """
+    place, _, count = text.partition("/")
+    if not (place.isdigit() and count.isdigit() and int(place) < int(count)):
+        raise argparse.ArgumentTypeError(f"part is {text!r}; it must be i/n with 0 <= i < n")
+    return int(place), int(count)

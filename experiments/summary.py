@@ -1,0 +1,113 @@
+"""Means over seeds, paired differences with confidence intervals, and tables of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over ``count`` seeds, and its spread (the sample standard deviation).
+
+    >>> str(Mean.of([80.0, 82.0])), str(Mean.of([]))
+    ('81.00 ± 1.41', '–')
+    """
+
+    value: float
+    spread: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        n = len(values)
+        if n == 0:
+            return cls(math.nan, math.nan, 0)
+        spread = float(np.std(values, ddof=1)) if n > 1 else 0.0
+        return cls(float(np.mean(values)), spread, n)
+
+    def __str__(self) -> str:
+        return "–" if self.count == 0 else f"{self.value:.2f} ± {self.spread:.2f}"
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The mean of paired differences and its 95 % interval (Student's t over the pairs).
+
+    >>> str(Difference.of([3.0, 4.0, 5.0], [1.0, 2.0, 3.5]))
+    '+1.83 [+1.12, +2.55], 3 pairs'
+    """
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, first: Sequence[float], second: Sequence[float]) -> Difference:
+        d = np.asarray(first, dtype=float) - np.asarray(second, dtype=float)
+        if len(d) < 2:
+            value = float(d.mean()) if len(d) else math.nan
+            return cls(value, math.nan, math.nan, len(d))
+        half = float(stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d)))
+        return cls(float(d.mean()), float(d.mean()) - half, float(d.mean()) + half, len(d))
+
+    def __str__(self) -> str:
+        if self.count == 0:
+            return "–"
+        if self.count == 1:
+            return f"{self.value:+.2f}, 1 pair"
+        return f"{self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.count} pairs"
+
+
+def select(entries: Iterable[Entry], **wanted: Any) -> dict[int, Entry]:
+    """The entries with these values, by seed.
+
+    >>> select([{"seed": 1, "budget": 4}, {"seed": 0, "budget": 1}], budget=4)
+    {1: {'seed': 1, 'budget': 4}}
+    """
+    return {
+        entry["seed"]: entry
+        for entry in entries
+        if all(entry.get(name) == value for name, value in wanted.items())
+    }
+
+
+def average(entries: Iterable[Entry], measure: str = "test", **wanted: Any) -> Mean:
+    """The mean of a measure over the seeds of the entries with these values."""
+    return Mean.of([entry[measure] for entry in select(entries, **wanted).values()])
+
+
+def compare(
+    entries: Sequence[Entry], first: Entry, second: Entry, measure: str = "test", **wanted: Any
+) -> Difference:
+    """``first`` minus ``second`` over the seeds that both have.
+
+    >>> runs = [{"seed": s, "arm": a, "test": t} for s, a, t in
+    ...         [(0, "x", 2.0), (1, "x", 3.0), (0, "y", 1.0), (1, "y", 1.0), (2, "y", 9.0)]]
+    >>> compare(runs, {"arm": "x"}, {"arm": "y"}).value
+    1.5
+    """
+    one, two = select(entries, **(wanted | first)), select(entries, **(wanted | second))
+    seeds = sorted(set(one) & set(two))
+    return Difference.of([one[s][measure] for s in seeds], [two[s][measure] for s in seeds])
+
+
+def make_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table.
+
+    >>> print(make_table(["a", "b"], [[1, 2]]))
+    | a | b |
+    |---|---|
+    | 1 | 2 |
+    """
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    return "\n".join(lines)
