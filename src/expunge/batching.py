@@ -85,6 +85,18 @@ class Batches:
             x = self.augment(x, self.generator)
         return x, y
 
+    def fetch_several(
+        self, order: Tensor | None, start: int, count: int
+    ) -> list[tuple[Tensor, Tensor]]:
+        """``count`` whole batches from there on, in one gather if nothing is augmented."""
+        size = self.batch_size
+        if order is None or self.augment is not None:
+            return [self.fetch(order, start + i * size) for i in range(count)]
+        chosen = order[start : start + count * size]
+        x = self.inputs.index_select(0, chosen).split(size)
+        y = self.targets.index_select(0, chosen.to(self.targets.device)).split(size)
+        return list(zip(x, y, strict=True))
+
     def make_ready(self, inputs: Tensor) -> Tensor:
         """A fetched batch as the model takes it."""
         return inputs if self.prepare is None else self.prepare(inputs)

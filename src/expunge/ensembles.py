@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -34,6 +33,7 @@ from expunge.compiling import (
     Backend,
     Batch,
     Compile,
+    allow_compiling,
     check_compile,
     differentiate,
     estimate_step,
@@ -243,6 +243,7 @@ class _Joint:
         self.runs, self.backend, self.shared = runs, backend, runs[0].shared
         self.steps, self.device = _count_steps(runs[0]), runs[0].data.inputs.device
         self.factor = functools.partial(schedule_factor, self.shared.schedule, steps=self.steps)
+        self.model = copy.deepcopy(runs[0].model)
         parameters = [dict(run.model.named_parameters()) for run in runs]
         self.names = [name for name, p in parameters[0].items() if p.requires_grad]
         self.stacks = [torch.stack([p[name].detach() for p in parameters]) for name in self.names]
@@ -260,8 +261,7 @@ class _Joint:
             for start in starts
         ]
         stacks, momenta = [stack.clone() for stack in self.stacks], self._make_momenta()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with allow_compiling():
             for t, row in enumerate(fetched):
                 self._step(stacks, momenta, _stack(row), t)
         for r, run in enumerate(self.runs):
@@ -318,7 +318,7 @@ class _Joint:
         step = make_compiled(_take_joint_step, self.backend) if whole else _take_joint_step
         with torch.no_grad():
             return step(
-                self.runs[0].model,
+                self.model,
                 self.names,
                 stacks,
                 momenta,
