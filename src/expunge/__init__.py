@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         VerificationError,
     )
     from expunge.finetuning import fine_tune_many
+    from expunge.manyruns import Outcome, run_many
     from expunge.mechanism import audit_mechanism, audit_run
     from expunge.noise import SeededNoise, SystemNoise
     from expunge.planning import Candidate, Plan, plan
@@ -73,6 +74,7 @@ __all__ = [
     "InputError",
     "ModelClipping",
     "NoisyDescent",
+    "Outcome",
     "OutputPerturbation",
     "Plan",
     "Retraining",
@@ -96,6 +98,7 @@ __all__ = [
     "opens",
     "plan",
     "retrain",
+    "run_many",
     "train",
     "train_dpsgd",
     "train_many",
@@ -125,6 +128,7 @@ _HOMES = {
         "VerificationError",
     ),
     "finetuning": ("fine_tune_many",),
+    "manyruns": ("Outcome", "run_many"),
     "mechanism": ("audit_mechanism", "audit_run"),
     "noise": ("SeededNoise", "SystemNoise"),
     "planning": ("Candidate", "Plan", "plan"),

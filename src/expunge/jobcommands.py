@@ -12,21 +12,53 @@ from typing import Annotated, Any
 
 import typer
 
+from expunge.errors import InputError
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def unlearn(
-    job: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="What to do; see expunge init.")],
+    job: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOB.TOML|DIR",
+            help="What to do (see expunge init), or a directory of NAME.toml and NAME/job.toml.",
+        ),
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="Where to leave the run; default: output.dir of the job.")
+        Path | None,
+        typer.Option(help="Where to leave the run (of DIR: OUT/NAME); default: output.dir."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show recipe, cost and certificate; write nothing.")
     ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="DIR: run the jobs on Ray, here.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="DIR: run them on this Ray cluster.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With Ray: jobs at once; default: one for each CPU.")
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(help="With Ray: tries more for a job whose worker died.")
+    ] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Run a job: forget, fine-tune, certify, report. Exit 0 done, 2 refused, 130 stopped."""
+    """Run a job: forget, fine-tune, certify, report. Exit 0 done, 2 refused, 130 stopped.
+
+    With a directory: all its jobs that are not finished. Exit 1 if some failed.
+    """
+    if job.is_dir():
+        from expunge.foldercommand import unlearn_folder
+
+        on_ray = ray or ray_address is not None
+        unlearn_folder(
+            job, out, on_ray, ray_address, workers, retries, dry_run=dry_run, as_json=as_json
+        )
+        return
+    if ray or ray_address is not None or workers is not None:
+        raise InputError(f"--ray needs a directory of jobs; {job} is none")
     if dry_run:
         from expunge.previewing import preview_job, print_preview
 

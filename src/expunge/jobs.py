@@ -20,6 +20,7 @@ from expunge.certificate import Certificate, certify
 from expunge.directory import write_run
 from expunge.errors import ExpungeError, UnlearningError
 from expunge.jobfile import JobFile, read_job
+from expunge.jobidentity import hash_job
 from expunge.jobmetrics import summarise
 from expunge.jobtables import FinetuneTable
 from expunge.loading import explain, importing_from
@@ -85,6 +86,7 @@ class _Running:
     ) -> None:
         self.made, self.job, self.ready, self.work = made, made.job, ready, work
         self.stopper, self.progress = stopper, progress
+        self.identity = hash_job(made)
         self.recipe = ready.settled.recipe
         self.seed = 0 if self.job.method.seed is None else self.job.method.seed
         self.started = time.monotonic()
@@ -119,6 +121,7 @@ class _Running:
             counts=(len(self.ready.parts.retain), len(self.ready.parts.forget)),
             seconds=time.monotonic() - self.started,
         )
+        metrics["job"] = self.identity
         write_run(
             target, model=run.model, record=run.record, certificate=certificate, metrics=metrics
         )
