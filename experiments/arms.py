@@ -12,7 +12,7 @@ model-clipping         printed
                                              so that the labelled ε is true
   … each of the three  centre                the printed run started at the centre: it never sees
                                              the old model
-dp-sgd                 certified             DP-SGD with group privacy from the start (transfer only)
+dp-sgd                 certified             DP-SGD with group privacy from the start
 =====================  ====================  =====================================================
 """
 

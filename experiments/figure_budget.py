@@ -1,9 +1,9 @@
 """Figure 1: accuracy against compute budget at (1, 1e-5), every method in its three versions.
 
     python experiments/figure_budget.py                      # what results/ was made with
-    python experiments/figure_budget.py --full               # the paper's whole grid; a day on two cores
+    python experiments/figure_budget.py --full               # the paper's whole grid, a day long
     python experiments/figure_budget.py --task mnist --plot  # only draw what is there
-    python experiments/figure_budget.py --smoke --out DIR    # the same code on scikit-learn's digits
+    python experiments/figure_budget.py --smoke --out DIR    # the same code, tiny
 
 Runs that are finished are not run again (experiments/results/runs). ``--part 0/2`` and ``1/2``
 share the work of two processes.
@@ -46,22 +46,17 @@ def run(task: str, options: Options) -> None:
         options.take_part(cases),
         store,
         model_seeds=MODEL_SEEDS[task],
-        compile=options.compile or (True if task == "cifar10" else "auto"),
+        compile=options.compile or True,
     )
 
 
 def read_entries(task: str, out: Path) -> list[dict[str, Any]]:
     """The finished runs of this figure: the tables' learning rate, no augmentation, ε = 1."""
-    rate = SETTINGS[task].tuned_rate
     names = {arm.name for arm in ARMS}
     return [
         entry
-        for entry in Store(out, task).read().values()
-        if entry["learning_rate"] == rate
-        and "augment" not in entry
-        and entry["key"].split(" | ")[0] in names
-        and "scale " not in entry["key"]
-        and "sweep" not in entry["key"]
+        for entry in Store(out, task).read_paired(SETTINGS[task].tuned_rate)
+        if entry["key"].split(" | ")[0] in names and "sweep" not in entry["key"]
     ]
 
 

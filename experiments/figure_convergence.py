@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from arms import Arm, certify_radii, find_epsilon, measure_noise
+from expunge import Batches, GradientClipping, SeededNoise, evaluate, train, unlearn
 from options import Options, read_options
 from plots import draw_lines, style_arm
 from problems import Problem, load_model, load_problem
 from runs import Store, find_commit
 from summary import Difference, Mean, make_table
-from torch import nn
-
-from expunge import Batches, GradientClipping, SeededNoise, evaluate, train, unlearn
 
 ARMS = [
     Arm("retrain", "own"),

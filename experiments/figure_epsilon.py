@@ -1,6 +1,6 @@
 """The appendix's sweep: gradient clipping labelled ε = 0.1, 1 and 10, and what these labels hide.
 
-    python experiments/figure_epsilon.py                     # MNIST whole, CIFAR-10 at 1 and 4 epochs
+    python experiments/figure_epsilon.py                     # MNIST whole, CIFAR-10 reduced
     python experiments/figure_epsilon.py --full              # the paper's whole grid
     python experiments/figure_epsilon.py --smoke --out DIR
 
@@ -42,19 +42,16 @@ def run(task: str, options: Options) -> None:
         options.take_part(cases),
         Store(options.out, task),
         model_seeds=MODEL_SEEDS[task],
-        compile=options.compile or (True if task == "cifar10" else "auto"),
+        compile=options.compile or True,
     )
 
 
 def read_entries(task: str, out: Path) -> list[dict[str, Any]]:
     """The finished runs of the sweep, and retraining."""
-    rate = SETTINGS[task].tuned_rate
     return [
         entry
-        for entry in Store(out, task).read().values()
-        if entry["learning_rate"] == rate
-        and "augment" not in entry
-        and ("sweep" in entry["key"] or entry["key"].startswith(RETRAIN.name))
+        for entry in Store(out, task).read_paired(SETTINGS[task].tuned_rate)
+        if "sweep" in entry["key"] or entry["key"].startswith(RETRAIN.name)
     ]
 
 

@@ -1,7 +1,7 @@
 """Figure 3: a three-layer head on frozen public features, CIFAR-10 and CIFAR-100, with DP-SGD.
 
     python experiments/figure_transfer.py                    # budgets 1, 4, 10, 25, 49
-    python experiments/figure_transfer.py --full             # the paper's 17 budgets, DP-SGD for 100 epochs
+    python experiments/figure_transfer.py --full             # 17 budgets, DP-SGD for 100 epochs
     python experiments/figure_transfer.py --smoke --out DIR
 
 The paper's backbone is an ImageNet ResNet-18, whose weights are not at hand here: these features
@@ -18,16 +18,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from arms import DELTA, GAUSSIAN, RETRAIN, Arm, list_arms
+from expunge import GroupDPSGD, Run, RunRecord, SeededNoise, calibrate, train_dpsgd
 from figure_budget import identify
 from options import Options, read_options
 from plots import draw_lines, style_arm
 from problems import SETTINGS, Problem, load_problem
 from runs import Case, Store, run_cases
-from safetensors.torch import load_file, save_file
 from summary import average, compare, make_table
-
-from expunge import GroupDPSGD, Run, RunRecord, SeededNoise, calibrate, train_dpsgd
 
 PRIVATE = Arm("dp-sgd", "certified", epsilon=50.0)
 ARMS = [RETRAIN, GAUSSIAN, *list_arms(("gradient-clipping",)), PRIVATE]
@@ -49,7 +49,7 @@ def run(task: str, options: Options) -> None:
         options.take_part(cases),
         Store(options.out, task),
         model_seeds=seeds,
-        compile=options.compile or "auto",
+        compile=options.compile or True,
         private=functools.partial(train_privately, problem, epochs, options.out),
     )
 
@@ -93,9 +93,7 @@ def train_privately(problem: Problem, epochs: int, out: Path, seed: int) -> Run:
 
 def plot(task: str, out: Path) -> None:
     """The figure, the table and the paired differences."""
-    entries = list(Store(out, task).read().values())
-    entries = [e for e in entries if e["learning_rate"] == SETTINGS[task].tuned_rate]
-    entries = [e for e in entries if "augment" not in e and "scale " not in e["key"]]
+    entries = Store(out, task).read_paired(SETTINGS[task].tuned_rate)
     budgets = sorted({entry["budget"] for entry in entries})
     lines, styles = {}, {}
     for arm in ARMS:

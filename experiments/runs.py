@@ -2,8 +2,9 @@
 
 A budget is counted in epochs of the retained data, noisy steps included. Seeds are paired: run s of
 every arm shares its noise and its order of batches, so that differences between arms are
-differences within pairs; the forget set is the same throughout. Finished runs are in experiments/results/runs/<task>.jsonl, one
-line each, and are never run again; certificates are beside them.
+differences within pairs; the forget set is the same throughout. Finished runs are in
+experiments/results/runs/<task>.jsonl, one line each, and are never run again; certificates are
+beside them.
 """
 
 from __future__ import annotations
@@ -22,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arms import DELTA, GAUSSIAN, Arm, find_epsilon, make_recipe, measure_noise
-from problems import Problem, load_model
 from safetensors.torch import save_file
 from torch import nn
 
+from arms import DELTA, GAUSSIAN, Arm, find_epsilon, make_recipe, measure_noise
 from expunge import (
     Batches,
     Run,
@@ -38,9 +38,11 @@ from expunge import (
     unlearn,
     verify,
 )
+from problems import Problem, load_model
 
 RESULTS = Path(__file__).parent / "results"
 Private = Callable[[int], Run]
+SEARCH_SEED = 100
 
 
 @dataclass(frozen=True, order=True)
@@ -90,6 +92,18 @@ class Store:
             found[entry["key"]] = entry
         return found
 
+    def read_paired(self, learning_rate: float) -> list[dict[str, Any]]:
+        """The runs of the figures: the tables' settings, and none of the search's seeds."""
+        return [
+            entry
+            for entry in self.read().values()
+            if entry["learning_rate"] == learning_rate
+            and entry["seed"] < SEARCH_SEED
+            and "augment" not in entry
+            and " | row " not in entry["key"]
+            and " | scale " not in entry["key"]
+        ]
+
     def add(self, entry: dict[str, Any]) -> None:
         """One more; appended in a single write, so that processes can share the file."""
         line = json.dumps(entry, ensure_ascii=False) + "\n"
@@ -124,7 +138,7 @@ def run_cases(
         return getattr(recipe, "steps", 0)
 
     def kind(case: Case) -> tuple[Any, ...]:
-        return (case.budget, steps(case), case.augment)
+        return (case.budget, steps(case), case.augment, case.arm.method)
 
     left.sort(key=lambda case: (*kind(case), case.seed, case.arm))
     total, spent, began = sum(case.budget for case in left), 0.0, time.monotonic()

@@ -52,7 +52,7 @@ def run(task: str, options: Options) -> None:
             options.take_part([case for case in cases if case.arm not in reached]),
             store,
             model_seeds=MODEL_SEEDS[task],
-            compile=options.compile or (True if task == "cifar10" else "auto"),
+            compile=options.compile or True,
         )
         entries = read_entries(task, options.out)
         for arm in ARMS:
