@@ -14,7 +14,7 @@ import torch
 
 from expunge import verify
 from expunge.jobfile import read_job
-from expunge.jobfolders import run_folder
+from expunge.jobfolders import check_folder, find_shared, run_folder
 from expunge.jobidentity import hash_job
 from expunge.manyruns import Pool
 from job_folder import call, command, list_files, make_environment, write_job
@@ -296,8 +296,14 @@ def test_job_files_side_by_side_go_to_out(tmp_path: Path) -> None:
     assert "have the same output directory" in refused.stderr
     done = call("unlearn", tmp_path / "jobs", "--out", tmp_path / "runs")
     assert done.returncode == 0, done.stderr
+    shared = "2 jobs start from weights.safetensors (first, second): their certificates count 1; if"
+    assert shared in done.stderr
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["first", "second"]
     verify(tmp_path / "runs" / "second" / "certificate.json")
+    for name in ("first", "second"):
+        counted = path.parent / f"{name}.toml"
+        counted.write_text(counted.read_text().replace("[target]", "[target]\nreleases = 2"))
+    assert find_shared(check_folder(tmp_path / "jobs", out=tmp_path / "counted")) == []
     assert not (tmp_path / "jobs" / "run").exists()
 
 

@@ -71,6 +71,8 @@ def run_folder(
         nullcontext() if pool is None else catch_signals(),
         closing(perform(run_one, tasks, pool)) as outcomes,
     ):
+        for sentence in find_shared(jobs):
+            meter.tell(sentence)
         for outcome in outcomes:
             ended = _check_visible(outcome)
             found[ended.name] = ended
@@ -106,6 +108,20 @@ def check_folder(folder: str | Path, *, out: str | Path | None = None) -> list[F
         listed = "\n  ".join(line for problem in problems for line in problem.split("\n"))
         raise InputError(f"{folder}: {count} in {len(paths)} jobs, nothing was run:\n  {listed}")
     return jobs
+
+
+def find_shared(jobs: Iterable[FolderJob]) -> list[str]:
+    """A sentence for each old model that more jobs start from than their targets count."""
+    groups = dict[Path, list[FolderJob]]()
+    for job in jobs:
+        groups.setdefault(job.made.locate(job.made.job.model.weights).resolve(), []).append(job)
+    return [
+        f"{len(group)} jobs start from {weights.name} ({', '.join(job.name for job in group)}): "
+        f"their certificates count {least}; if you release more of these models, say so in "
+        "target.releases"
+        for weights, group in groups.items()
+        if len(group) > (least := min(job.made.job.target.releases for job in group))
+    ]
 
 
 def find_jobs(folder: Path) -> dict[str, Path]:
