@@ -355,7 +355,8 @@ def main() -> None:
     try:
         app()
     except ExpungeError as error:
-        typer.echo(f"expunge: {error}", err=True)
+        if not error.told_by_another:
+            typer.echo(f"expunge: {error}", err=True)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)

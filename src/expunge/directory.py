@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,17 +52,19 @@ def write_run(
     record: RunRecord,
     certificate: Certificate,
     metrics: Mapping[str, Any] | None = None,
+    save: Callable[[Path, Mapping[str, str]], object] | None = None,
 ) -> Path:
     """Write a complete run directory: a hidden sibling first, then one rename.
 
     The weights file repeats the certificate's main facts in its metadata, so that file and
-    certificate name each other.
+    certificate name each other. ``save(folder, metadata)`` writes weights that are not in this
+    process, and vouches that they are the certificate's.
     """
     from expunge.weights import hash_weights, save_weights
 
     target = check_free(directory)
-    weights = model.state_dict()
-    if hash_weights(weights) != certificate.weights.after:
+    weights = model.state_dict() if save is None else {}
+    if save is None and hash_weights(weights) != certificate.weights.after:
         raise UnlearningError(
             "these are not the weights the certificate is about; certify after the last change"
         )
@@ -70,7 +72,10 @@ def write_run(
     draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     draft.mkdir()
     try:
-        save_weights(draft / "model.safetensors", weights, certificate.safetensors_metadata())
+        if save is None:
+            save_weights(draft / "model.safetensors", weights, certificate.safetensors_metadata())
+        else:
+            save(draft, certificate.safetensors_metadata())
         record.save(draft / "record.json")
         certificate.save(draft / "certificate.json")
         text = json.dumps(to_plain(metrics or {}), ensure_ascii=False, allow_nan=False, indent=1)

@@ -132,13 +132,19 @@ def hash_safetensors(path: str | Path) -> str:
 
 def hash_file(path: str | Path) -> tuple[str, Layout]:
     """The hash of a safetensors file, and its layout, read in one pass."""
+    leaves, layout = hash_leaves(path)
+    return combine_leaves(leaves), layout
+
+
+def hash_leaves(path: str | Path) -> tuple[list[bytes], Layout]:
+    """The leaves of a safetensors file, which may be one of several, and its layout."""
     with open_weights(path) as file:
         layout = read_layout(file, path)
         leaves = [
             hash_leaf(e.name, e.dtype, e.shape, _chunks(file, e.length, path))
             for e in layout.entries
         ]
-    return combine_leaves(leaves), layout
+    return leaves, layout
 
 
 def open_weights(path: str | Path) -> BufferedReader:

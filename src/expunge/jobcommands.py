@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ def unlearn(
         return
     if ray or ray_address is not None or workers is not None:
         raise InputError(f"--ray needs a directory of jobs; {job} is none")
+    if dry_run and _follows():
+        return
     if dry_run:
         from expunge.previewing import preview_job, print_preview
 
@@ -73,12 +76,16 @@ def unlearn(
         with _logging_to_stderr():
             done = run_job(job, out=out, resume=resume, progress=True)
     except Stopped as stop:
+        if _follows():
+            sys.exit(stop.exit_code)
         again = f"expunge unlearn {job}" + ("" if out is None else f" --out {out}") + " --resume"
         saved = "what is done is saved" if stop.saved else "nothing was written"
         typer.echo(f"expunge: {stop}; {saved}", err=True)
         if stop.saved:
             typer.echo(f"  go on with: {again}", err=True)
         sys.exit(stop.exit_code)
+    if _follows():
+        return
     certificate = done.certificate
     if as_json:
         facts = {"directory": str(done.directory), "metrics": done.metrics}
@@ -152,10 +159,16 @@ def _describe_row(row: dict[str, Any]) -> str:
     return f"{row['arm']}, {row['stage']}: " + ", ".join(shares or losses)
 
 
+def _follows() -> bool:
+    """Whether torchrun started this process as another than the first, which prints for all."""
+    return os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ
+
+
 @contextmanager
 def _logging_to_stderr() -> Generator[None]:
     """What the run says on its way goes to stderr, one plain line each."""
-    log, handler = logging.getLogger("expunge"), logging.StreamHandler(sys.stderr)
+    log = logging.getLogger("expunge")
+    handler = logging.NullHandler() if _follows() else logging.StreamHandler(sys.stderr)
     before = log.level
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)

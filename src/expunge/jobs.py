@@ -6,9 +6,12 @@ hidden folder beside it, from which it can be resumed.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expunge.agreement import check_start
 from expunge.certificate import Certificate, certify
-from expunge.directory import write_run
 from expunge.errors import ExpungeError, UnlearningError
-from expunge.jobfile import JobFile, read_job
+from expunge.jobfile import JobFile
 from expunge.jobidentity import hash_job
 from expunge.jobmetrics import summarise
 from expunge.jobtables import FinetuneTable
@@ -29,12 +32,23 @@ from expunge.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE
 from expunge.noise import Noise, SeededNoise, SystemNoise
 from expunge.partition import make_loader
 from expunge.preparing import Prepared, digest_ids, prepare
+from expunge.processes import Processes
 from expunge.recipes import method_name, to_dict
 from expunge.stopping import Stopper, catch_signals
+from expunge.teamjobs import (
+    describe_launch,
+    find_finished,
+    join_job,
+    settle_restart,
+    shard_model,
+    share_workspace,
+    together,
+    write_together,
+)
 from expunge.tracking import Tracker
 from expunge.training import MakeOptimizer, fine_tune
 from expunge.unlearning import Run, Start, unlearn
-from expunge.workspace import check_output, open_workspace
+from expunge.workspace import check_output
 
 LOG = logging.getLogger("expunge")
 
@@ -62,15 +76,26 @@ def run_job(
     ...
     expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
     """
-    made = read_job(path)
-    target = made.locate(made.job.output.dir) if out is None else Path(out)
-    check_output(target, resume)
-    with importing_from(made.folder), catch_signals() as stopper:
-        ready = prepare(made)
-        check_output(target, resume, ready.needed_bytes)
-        with open_workspace(target, resume, _identify(made, ready)) as work:
-            running = _Running(made, ready, work, stopper, progress)
-            return running.finish(target)
+    with join_job(path) as (made, processes):
+        target = made.locate(made.job.output.dir) if out is None else Path(out)
+        known = find_finished(target, processes)
+        if known is not None:
+            return Finished(target, Certificate.load(target / "certificate.json"), known)
+        resume = settle_restart(target, resume, processes)
+        leads = processes is None or processes.leads
+        with importing_from(made.folder), catch_signals() as stopper:
+            with together(processes):
+                if leads:
+                    check_output(target, resume)
+                ready = prepare(made)
+                if leads:
+                    check_output(target, resume, ready.needed_bytes)
+            identity = _identify(made, ready)
+            if processes is not None:
+                check_start(processes, identity)
+            with share_workspace(target, resume, identity, processes) as work:
+                running = _Running(made, ready, work, stopper, progress, processes)
+                return running.finish(target)
 
 
 class _Running:
@@ -83,7 +108,10 @@ class _Running:
         work: Path,
         stopper: Stopper,
         progress: bool,
+        processes: Processes | None = None,
     ) -> None:
+        self.processes = processes
+        leads = processes is None or processes.leads
         self.made, self.job, self.ready, self.work = made, made.job, ready, work
         self.stopper, self.progress = stopper, progress
         self.identity = hash_job(made)
@@ -92,10 +120,12 @@ class _Running:
         self.started = time.monotonic()
         board = self.job.output.tensorboard
         self.tracker = Tracker(
-            work / "metrics.jsonl",
-            callback=ready.callback,
-            tensorboard=None if board is None else made.locate(board),
+            work / "metrics.jsonl" if leads else Path(os.devnull),
+            callback=ready.callback if leads else None,
+            tensorboard=None if board is None or not leads else made.locate(board),
         )
+        if processes is not None and self.job.processes.shard:
+            shard_model(ready.model, processes)
         self.stages: list[dict[str, Any]] = []
         self.losses: list[float] = []
 
@@ -122,9 +152,18 @@ class _Running:
             seconds=time.monotonic() - self.started,
         )
         metrics["job"] = self.identity
-        write_run(
-            target, model=run.model, record=run.record, certificate=certificate, metrics=metrics
+        if self.processes is not None:
+            metrics["launch"] = describe_launch()
+        write_together(
+            target,
+            self.processes,
+            run.model,
+            record=run.record,
+            certificate=certificate,
+            metrics=metrics,
         )
+        if self.processes is not None and not self.processes.leads:
+            return Finished(target, certificate, metrics)
         try:
             shutil.copyfile(self.work / "metrics.jsonl", target / "metrics.jsonl")
         except OSError as error:
@@ -187,9 +226,10 @@ class _Running:
                 parent=None if parent is None else parent.sha256,
                 progress=self.progress,
                 on_step=on_step,
-                checkpoint=self.work / "checkpoint.safetensors" if real else None,
+                checkpoint=self.work / self._name_checkpoint() if real else None,
                 checkpoint_seconds=self.job.output.checkpoint_seconds,
                 resume=real,
+                distributed=False if self.processes is None else self.processes,
             )
         finally:
             self.stopper.patient = False
@@ -214,7 +254,12 @@ class _Running:
                     self.tracker.tell("fine-tuning", step=len(losses), loss=float(loss.detach()))
             return loss
 
-        tuned = fine_tune(
+        tune = fine_tune
+        if self.processes is not None:
+            from expunge.teamtraining import fine_tune_together
+
+            tune = functools.partial(fine_tune_together, processes=self.processes)
+        tuned = tune(
             run,
             loader,
             ids=self.ready.parts.retain.ids,
@@ -248,19 +293,44 @@ class _Running:
                 loader = make_loader(
                     part.first(table.most), table.batch_size, workers=self.job.data.workers
                 )
-                found = measure(model, loader, self.ready.loss_fn)
+                found = self._measure_all(model, loader)
                 row |= {name: found.accuracy, f"{name}_loss": found.loss}
                 shown.append(f"{name} {_show(found)}")
         LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
 
+    def _measure_all(self, model: nn.Module, loader: Iterable[Any]) -> Measurement:
+        if self.processes is None:
+            return measure(model, loader, self.ready.loss_fn)
+        from expunge.teamtraining import measure_together
+
+        return measure_together(model, loader, self.ready.loss_fn, self.processes)
+
     def _check_finite(self, run: Run) -> None:
         """A model that fine-tuning drove to infinity is certified, and of no use."""
-        if not all(bool(torch.isfinite(p).all()) for p in run.model.parameters()):
+        held: list[Any] = [p.detach() for p in run.model.parameters()]
+        held = [p.to_local() if hasattr(p, "to_local") else p for p in held]
+        if not all(bool(torch.isfinite(p).all()) for p in held):
             LOG.warning("the new model holds values that are not finite; lower the learning rates")
 
+    def _name_checkpoint(self) -> str:
+        """A file for one process, a folder for several."""
+        return "checkpoint.safetensors" if self.processes is None else "checkpoint"
+
     def _certify(self, run: Run) -> Certificate:
+        """The certificate; of several processes, rank 0 makes it and all are told."""
+        if self.processes is None:
+            return self._make_certificate(run)
+        made: Certificate | None = None
+        with self.processes.together():
+            if self.processes.leads:
+                made = self._make_certificate(run)
+        told = self.processes.share(None if made is None else made.to_bytes())
+        assert told is not None
+        return Certificate.from_bytes(told)
+
+    def _make_certificate(self, run: Run) -> Certificate:
         target = self.job.target
         certificate = certify(
             run.record,

@@ -144,6 +144,18 @@ class OutputTable(Table):
     callback: Function | None = Field(None, description=_FUNCTION)
 
 
+class ProcessesTable(Table):
+    """A job under torchrun: how its processes work together."""
+
+    shard: bool = Field(False, description="true or false: each process keeps a part of the model")
+    check_every: Count = Field(
+        50, description=f"{_COUNT}: steps between two checks that all processes agree"
+    )
+    timeout_seconds: Positive = Field(
+        600.0, description=f"{_POSITIVE}: how long a process waits for the others"
+    )
+
+
 class Job(Table):
     """A whole job."""
 
@@ -155,6 +167,7 @@ class Job(Table):
     finetune: FinetuneTable | None = None
     evaluation: EvaluationTable = EvaluationTable.model_validate({})
     output: OutputTable = OutputTable.model_validate({})
+    processes: ProcessesTable = ProcessesTable.model_validate({})
 
 
 TABLES: Mapping[str, type[Table]] = {
@@ -166,4 +179,5 @@ TABLES: Mapping[str, type[Table]] = {
     "finetune": FinetuneTable,
     "evaluation": EvaluationTable,
     "output": OutputTable,
+    "processes": ProcessesTable,
 }

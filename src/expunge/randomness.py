@@ -6,6 +6,7 @@ when it ends, and a checkpoint keeps it, so that a resumed run sees the same dat
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -59,6 +60,24 @@ def restore_random(state: Mapping[str, Tensor], generator: torch.Generator | Non
     random.setstate((version, tuple(words), gauss_next))
     if generator is not None and "generator" in state:
         generator.set_state(state["generator"])
+
+
+@contextmanager
+def draw_apart(text: str) -> Generator[None]:
+    """Inside, torch draws numbers that follow from ``text`` alone; outside, as if none were drawn.
+
+    >>> with draw_apart("a"):
+    ...     first = torch.rand(1)
+    >>> with draw_apart("a"):
+    ...     print(torch.equal(first, torch.rand(1)))
+    True
+    """
+    state = torch.get_rng_state()
+    torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
 
 
 @contextmanager

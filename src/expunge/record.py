@@ -166,7 +166,7 @@ class RunRecord:
     ones. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model",
     "centre" for the control that never saw the old model, or "fresh" for a run from a start that
     saw no data (``initialisation`` says which). ``problem`` says where the constants of full-batch
-    descent come from.
+    descent come from; ``processes`` how several worked together, None for one.
 
     >>> record = RunRecord(
     ...     recipe=recipes.Retraining(), parameters=3, grid=0.0, execution=Execution(),
@@ -204,6 +204,7 @@ class RunRecord:
     problem: Problem | None = None
     resumed: int = 0
     parent: str | None = None
+    processes: Mapping[str, Any] | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     nonce: str = field(default_factory=lambda: secrets.token_hex(32))
 
@@ -235,6 +236,8 @@ class RunRecord:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         plain["recipe"] = recipes.to_dict(self.recipe)
         plain["trace"] = {f.name: getattr(self.trace, f.name) for f in fields(self.trace)}
+        if self.processes is None:  # as in the records of before there could be several
+            del plain["processes"]
         for name in ("execution", "forget", "retain", "finetune", "problem"):
             plain[name] = None if plain[name] is None else asdict(plain[name])
         return {"format": FORMAT} | cast(dict[str, Any], encode(plain))

@@ -6,12 +6,14 @@ import copy
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expunge.buffers import BufferMode, BufferPlan, list_buffers, plan_buffers
 from expunge.errors import InputError, UnlearningError
+from expunge.processes import is_sharded, reshard
 
 Centre = Mapping[str, Tensor]
 
@@ -49,23 +51,33 @@ def copy_subject(
     public_buffers: Iterable[str] = (),
     device: torch.device | str | None = None,
 ) -> Subject:
-    """Copy ``model`` and check that it can be certified.
+    """Copy ``model`` and check that it can be certified; a sharded one is taken as it is.
 
     >>> subject = copy_subject(nn.Linear(2, 1), None)
     >>> list(subject.certified), subject.size, subject.frozen
     (['weight', 'bias'], 3, ())
     """
     plan = plan_buffers(model, buffers, public_buffers)
-    _check_parameters(model)
-    try:
-        copied = copy.deepcopy(model)
-    except (RuntimeError, TypeError) as error:
-        raise UnlearningError(f"the model cannot be copied: {error}") from error
+    sharded = is_sharded(model)
+    if sharded:
+        reshard(model)
+    if sharded and device is not None:
+        raise InputError.of("device", str(device), "left out: a sharded model stays where it is")
+    if sharded:
+        copied = model
+    else:
+        _check_parameters(model)
+        try:
+            copied = copy.deepcopy(model)
+        except (RuntimeError, TypeError) as error:
+            raise UnlearningError(f"the model cannot be copied: {error}") from error
     copied.zero_grad(set_to_none=True)
     if device is not None:
         copied.to(device)
     certified = {name: p for name, p in copied.named_parameters() if p.requires_grad}
-    for p in certified.values():
+    if not certified:
+        raise UnlearningError("the model has no trainable parameter; there is nothing to certify")
+    for p in () if sharded else certified.values():
         p.data = p.data.contiguous()
     devices = sorted({str(p.device) for p in certified.values()})
     if len(devices) > 1:
@@ -137,10 +149,20 @@ def check_unchanged(original: nn.Module, subject: Subject) -> None:
             )
 
 
+def check_frozen(before: str | None, after: str | None) -> None:
+    """The same for a model that was changed in place, by the hash of its public tensors."""
+    if before != after:
+        raise UnlearningError(
+            "a tensor that was declared public changed during the noisy steps, so it carries what "
+            "the noise hides; freeze the module that writes it, or replace it"
+        )
+
+
 def check_finite(certified: Mapping[str, Tensor]) -> None:
-    """Refuse a model whose trainable parameters are not all finite."""
+    """Refuse a model whose trainable parameters, or its shards here, are not all finite."""
     for name, p in certified.items():
-        if not bool(torch.isfinite(p.detach()).all()):
+        held: Any = p.detach()
+        if not bool(torch.isfinite(held.to_local() if hasattr(held, "to_local") else held).all()):
             raise UnlearningError(f"parameter {name} holds values that are not finite")
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import functools
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from expunge.compiling import Compile
 from expunge.errors import InputError, UnlearningError
 from expunge.noise import Noise, SystemNoise
 from expunge.precision import NoisyRecipe
+from expunge.processes import Processes, find_processes, is_sharded
 from expunge.randomness import untouched_random
 from expunge.record import Commitment, RunRecord, commit
 from expunge.stepping import Loop, OnStep
@@ -39,11 +40,15 @@ from expunge.subject import (
     Centre,
     Subject,
     check_finite,
+    check_frozen,
     check_unchanged,
     copy_subject,
     select_tensors,
 )
 from expunge.weights import hash_weights
+
+if TYPE_CHECKING:
+    from expunge.teamwork import Team
 
 Start = Literal["model", "centre"]
 
@@ -78,6 +83,8 @@ def unlearn(
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 30.0,
     resume: bool = False,
+    distributed: bool | Processes | None = None,
+    check_every: int | None = None,
 ) -> Run:
     """Forget what is not in ``retain_loader``, with a certificate's worth of noise.
 
@@ -89,6 +96,15 @@ def unlearn(
     model)`` is called after every step; what it sees is not covered by any certificate. With
     ``checkpoint`` the state is saved every ``checkpoint_seconds``, at the end, and when ``on_step``
     raises KeyboardInterrupt; ``resume`` goes on from there with fresh noise.
+
+    **Several processes.** Where ``torch.distributed`` is initialised with more than one process,
+    they do one run together: all must call ``unlearn`` with the same arguments, and do their share
+    of every batch. ``distributed=False`` is a run of this process alone, True refuses to be alone.
+    A loss must be a mean over examples. Every ``check_every`` steps (default 50) the processes
+    compare what they hold, and stop if it differs. A model on which ``fully_shard`` was called is
+    changed in place, since it cannot be copied, and ``checkpoint`` is then, as for any run of
+    several, a folder that all can reach. All return the same record; ``expunge.processes`` has the
+    rest.
 
     >>> from expunge import GradientClipping
     >>> recipe = GradientClipping(start_clip=1.0, grad_clip=1.0, learning_rate=0.1,
@@ -108,18 +124,23 @@ def unlearn(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists() and not resume:
         raise InputError(f"checkpoint {path} exists already; pass resume=True or another path")
+    processes = find_processes(distributed, check_every)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         subject = copy_subject(
             model, centre, buffers=buffers, public_buffers=public_buffers, device=device
         )
         if start == "model":
             check_finite(subject.certified)
-        loop = Loop(subject, recipe, retain_loader, loss_fn, noise or SystemNoise(), compile)
-        before = hash_weights(model.state_dict())
+        team = _find_team(processes, subject)
+        loader = retain_loader if team is None else team.share_out(retain_loader)
+        source = noise or SystemNoise()
+        loop = Loop(subject, recipe, loader, loss_fn, source, compile, team)
+        hash_state = hash_weights if team is None else team.hash_state
+        before = hash_state(model.state_dict())
         hashes = {
             "weights_before": before,
-            "frozen": _hash_named(subject),
-            "centre": None if subject.centre is None else hash_weights(subject.centre),
+            "frozen": _hash_named(subject, hash_state),
+            "centre": None if subject.centre is None else hash_state(subject.centre),
         }
         identity = hashes | {
             "recipe": recipes.to_dict(recipe),
@@ -127,10 +148,18 @@ def unlearn(
             "noise": loop.noise.describe(),
             "buffers": buffers,
         }
+        if team is not None:
+            counts = {"forget set of": _count(forget), "retained set of": _count(retain)}
+            team.begin(identity | counts | {"versions": list_versions()}, loader)
         loop.begin(path if resume else None, identity)
-        loop.run(path, checkpoint_seconds, identity, on_step, progress)
-        check_unchanged(model, subject)
-        noisy = after = hash_weights(subject.model.state_dict())
+        loop.run(
+            path, checkpoint_seconds, identity, on_step, progress and (team is None or team.leads)
+        )
+        if subject.model is model:
+            check_frozen(hashes["frozen"], _hash_named(subject, hash_state))
+        else:
+            check_unchanged(model, subject)
+        noisy = after = hash_state(subject.model.state_dict())
         if subject.buffers.modules:
             _estimate(subject, retain_loader, loss_fn)
             after = hash_weights(subject.model.state_dict())
@@ -160,9 +189,10 @@ def unlearn(
         start=start,
         resumed=loop.resumed,
         parent=parent,
+        processes=None if team is None else team.describe(),
         versions=list_versions(),
     )
-    return Run(subject.model, record)
+    return Run(subject.model, record if processes is None else processes.share(record))
 
 
 def list_versions() -> dict[str, str]:
@@ -211,10 +241,28 @@ def _plain(ids: Iterable[Any]) -> Sequence[str | int]:
     return [str(value) if isinstance(value, np.str_) else value for value in values]
 
 
-def _hash_named(subject: Subject) -> str | None:
+def _hash_named(subject: Subject, hash_state: Callable[[Mapping[str, Tensor]], str]) -> str | None:
     """The hash of the public tensors; None if there are none."""
     public = select_tensors(subject.model, subject.frozen)
-    return hash_weights(public) if public else None
+    return hash_state(public) if public else None
+
+
+def _find_team(processes: Processes | None, subject: Subject) -> Team | None:
+    """The team of these processes around the model; None for a run of one process."""
+    if processes is None:
+        if is_sharded(subject.model):
+            raise UnlearningError(
+                "the model is sharded, and this is a run of one process; it takes all processes "
+                "that hold the model (distributed=None)"
+            )
+        return None
+    from expunge.teamwork import Team  # torch's sharded tensors are slow to import
+
+    return Team(processes, subject)
+
+
+def _count(commitment: Commitment | None) -> int | None:
+    return None if commitment is None else commitment.count
 
 
 def _estimate(subject: Subject, loader: Iterable[Any], loss_fn: LossFunction | None) -> None:

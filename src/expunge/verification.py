@@ -30,6 +30,7 @@ from expunge.problems import STATED, Problem, find_disagreements
 from expunge.recipes import GroupDPSGD, NoisyDescent, RewindToDelete
 from expunge.recomputation import recompute
 from expunge.record import RunRecord
+from expunge.shardfiles import find_weights, hash_index
 from expunge.signing import holds, read_public_key
 from expunge.wording import derive_scope, find_warnings
 
@@ -49,7 +50,8 @@ def verify(
     parent: str | Path | None = None,
     record: str | Path | None = None,
 ) -> Certificate:
-    """The certificate, if it holds for these weights (default: ``model.safetensors`` beside it).
+    """The certificate, if it holds for these weights (default: ``model.safetensors`` beside it, or
+    the index of several files).
 
     ``public_key`` (PEM bytes or file) is the key it must be signed with; a signature is checked
     against the key it names in any case. ``parent`` is the certificate it is chained to, and
@@ -63,7 +65,7 @@ def verify(
     path = Path(certificate)
     raw = read_limited(path, MAX_BYTES, "certificate")
     found = parse(raw)
-    file = path.with_name("model.safetensors") if weights is None else Path(weights)
+    file = find_weights(path) if weights is None else Path(weights)
     differences = [
         *_check_weights(found, file),
         *_check_claims(found, raw),
@@ -228,19 +230,25 @@ _EXACT = _Tolerance(BELOW, ABOVE)
 
 
 def _check_weights(certificate: Certificate, path: Path) -> list[str]:
-    """The tensors by their hash, and every byte of the header by writing it again."""
+    """The tensors by their hash, and every byte of the headers by writing them again."""
     found = list[str]()
-    digest, layout = hash_file(path)
+    if path.name.endswith(".index.json"):
+        digest, layouts = hash_index(path)
+    else:
+        digest, layout = hash_file(path)
+        layouts = {path.name: layout}
     if digest != certificate.weights.after:
         found.append(
             f"the weights {path} have hash {digest}, but weights.after is "
             f"{certificate.weights.after}"
         )
     allowed = (None, {"format": "pt"}, certificate.safetensors_metadata())
-    if layout.metadata not in allowed:
-        found.append(f"the metadata of {path} is not this certificate's")
-    elif layout.header != serialise_header(layout.entries, layout.metadata):
-        found.append(f"the header of {path} is not in canonical form")
+    for name, layout in layouts.items():
+        file = path.with_name(name)
+        if layout.metadata not in allowed:
+            found.append(f"the metadata of {file} is not this certificate's")
+        elif layout.header != serialise_header(layout.entries, layout.metadata):
+            found.append(f"the header of {file} is not in canonical form")
     return found
 
 

@@ -39,14 +39,28 @@ def save_weights(
     write_safetensors(path, dict(_encode(tensors)), metadata)
 
 
+def name_dtype(name: str, tensor: Tensor) -> str:
+    """The safetensors name of a tensor's dtype; a tensor that has none is refused by name.
+
+    >>> name_dtype("w", torch.zeros(2))
+    'F32'
+    """
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+        raise UnlearningError(
+            f"tensor {name} is {tensor.dtype}, {tensor.layout}; "
+            "only dense tensors of a dtype that safetensors holds can be hashed and saved"
+        )
+    return _NAMES[tensor.dtype]
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
 def _encode(
     tensors: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, tuple[str, tuple[int, ...], memoryview]]]:
     for name, tensor in tensors.items():
-        if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
-            raise UnlearningError(
-                f"tensor {name} is {tensor.dtype}, {tensor.layout}; "
-                "only dense tensors of a dtype that safetensors holds can be hashed and saved"
-            )
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        yield name, (_NAMES[tensor.dtype], tuple(tensor.shape), data.data)
+        dtype = name_dtype(name, tensor)
+        yield name, (dtype, tuple(tensor.shape), view_bytes(tensor))
