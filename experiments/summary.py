@@ -59,6 +59,19 @@ class Difference:
         half = float(stats.t.ppf(0.975, len(d) - 1) * d.std(ddof=1) / math.sqrt(len(d)))
         return cls(float(d.mean()), float(d.mean()) - half, float(d.mean()) + half, len(d))
 
+    def is_above_zero(self, comparisons: int = 1) -> bool:
+        """Whether the mean is above 0 by more than chance, as one of so many comparisons.
+
+        >>> found = Difference.of([3.0, 4.0, 5.0], [1.0, 2.0, 3.5])
+        >>> found.is_above_zero(), found.is_above_zero(comparisons=20)
+        (True, False)
+        """
+        if self.count < 2:
+            return False
+        quantiles = stats.t.ppf([0.975, 1 - 0.025 / comparisons], self.count - 1)
+        half = (self.high - self.value) * quantiles[1] / quantiles[0]
+        return bool(self.value > half)
+
     def __str__(self) -> str:
         if self.count == 0:
             return "–"
