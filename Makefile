@@ -26,10 +26,12 @@ check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothi
 bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json
 	$(BIN)/python -m benchmarks.run
 
-paper: $(VENV)/.development  ## every table and figure of the paper that exists so far
-	@for script in experiments/table_*.py experiments/figure_*.py; do \
-	  [ -e "$$script" ] || { echo "no experiments yet"; exit 0; }; \
+paper: $(VENV)/.experiments  ## every table and figure of the paper; finished runs are not run again
+	$(BIN)/python experiments/train_reference.py --task mnist
+	$(BIN)/python experiments/train_reference.py --task cifar10
+	@for script in experiments/table_*.py experiments/figure_*.py experiments/search.py; do \
 	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	$(BIN)/python experiments/results_page.py
 
 clean:
 	rm -rf $(VENV) runs
@@ -39,6 +41,10 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
 	$(PIP) -e .
+	@touch $@
+
+$(VENV)/.experiments: $(VENV)/.development
+	$(PIP) -e '.[experiments]'
 	@touch $@
 
 $(VENV)/.development: $(VENV)/.runtime

@@ -25,6 +25,7 @@ METHODS = ("output-perturbation", "gradient-clipping", "model-clipping")
 ARMS = [RETRAIN, GAUSSIAN, *list_arms(METHODS)]
 FULL = {"mnist": tuple(range(1, 11)), "cifar10": tuple(range(1, 50, 3)), "digits": (1, 2)}
 REDUCED = FULL | {"cifar10": (1, 4, 10)}
+TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10", "digits": "digits"}
 SEEDS = {"mnist": 5, "cifar10": 3, "digits": 2}
 MODEL_SEEDS = {"mnist": 5, "cifar10": 1, "digits": 2}
 
@@ -68,14 +69,14 @@ def plot(task: str, out: Path) -> None:
     shown = [arm for arm in shown if arm.version != "centre" or arm.method == "gradient-clipping"]
     lines, styles = {}, {}
     for arm in shown:
-        name = arm.name
+        name = label(arm, entries)
         points = [(b, average(entries, budget=b, **identify(arm))) for b in budgets]
         lines[name] = [(b, m.value, m.spread) for b, m in points if m.count]
         styles[name] = style_arm(arm.method, arm.version)
     draw_lines(
         lines,
         styles,
-        title=f"{task}: accuracy after a budget, (1, 1e-5)",
+        title=f"{TITLES[task]}: accuracy against budget",
         horizontal="budget (epochs)",
         vertical="test accuracy (%)",
         files=[out / f"figure_budget_{task}.{kind}" for kind in ("png", "svg")],
@@ -87,6 +88,17 @@ def plot(task: str, out: Path) -> None:
     text = make_table(header, rows) + "\n\n" + tabulate_differences(entries, budgets) + "\n"
     (out / f"figure_budget_{task}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def label(arm: Arm, entries: list[dict[str, Any]]) -> str:
+    """The arm's name in a legend; with the true ε where the label is another."""
+    true = {e["true_epsilon"] for e in select_arm(entries, arm) if arm.version == "printed"}
+    return arm.name + (f" (ε = {min(true):.3g})" if true else "")
+
+
+def select_arm(entries: list[dict[str, Any]], arm: Arm) -> list[dict[str, Any]]:
+    """The entries of an arm."""
+    return [entry for entry in entries if identify(arm).items() <= entry.items()]
 
 
 def tabulate_differences(entries: list[dict[str, Any]], budgets: list[float]) -> str:
