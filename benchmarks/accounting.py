@@ -1,9 +1,7 @@
-"""The accountants against ``dp_accounting`` doing the nearest equivalent work, and cold starts."""
+"""The accountants against ``dp_accounting`` doing the nearest equivalent work."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import dp_accounting
@@ -74,39 +72,4 @@ def run() -> list[dict[str, Any]]:
             scale=1e-3,
             target=1.0,
         ),
-        *cold_starts(),
-    ]
-
-
-def cold_starts() -> list[dict[str, Any]]:
-    """Whole processes, against one that only starts Python and against one that imports torch."""
-
-    def process(code: str) -> Any:
-        return lambda: subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-    def command(line: str) -> Any:
-        return lambda: subprocess.run(
-            [sys.executable, "-m", "expunge", *line.split()], check=True, capture_output=True
-        )
-
-    times = measure(
-        {
-            "bare Python": process("pass"),
-            "import scipy.special": process("import scipy.special"),
-            "import torch": process("import torch"),
-            "expunge --help": command("--help"),
-            "expunge account": command(
-                "account gradient-clipping --start-clip 0.01 --grad-clip 100 --learning-rate 1e-4 "
-                "--weight-decay 10 --steps 1 --noise-std 0.02827 --delta 1e-5"
-            ),
-        },
-        repeats=5,
-    )
-    return [
-        compare(f"cold start of {case} / {base}", times, case, base, target=target)
-        for case, base, target in (
-            ("expunge --help", "import torch", 0.25),
-            ("expunge account", "import torch", 0.5),
-            ("expunge account", "import scipy.special", 2.5),
-        )
     ]

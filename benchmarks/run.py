@@ -14,7 +14,17 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).parent
-SUITES = ("accounting", "noise", "engine", "data", "baselines", "audit")
+SUITES = (
+    "accounting",
+    "latency",
+    "noise",
+    "engine",
+    "memory",
+    "data",
+    "throughput",
+    "baselines",
+    "audit",
+)
 
 
 def main(names: list[str]) -> None:
