@@ -262,15 +262,16 @@ def cluster():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | rays.QUIET | {"PYTHONPATH": HERE},
+        env=os.environ | rays.QUIET | {"PYTHONPATH": HERE, "RAY_AUTH_MODE": "token"},
     )
     yield process.stdout.readline().strip()
     process.communicate()
 
 
 def test_on_a_cluster_by_address_ctrl_c_stops_what_runs_and_keeps_what_is_done(
-    tmp_path: Path, cluster: str
+    tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
     items = make_items(tmp_path, "a b c d", b={"act": "wait"})
 
     def press_ctrl_c() -> None:
@@ -307,6 +308,14 @@ def test_a_task_that_nothing_here_can_hold_is_refused_instead_of_waiting(monkeyp
     ):
         with pytest.raises(InputError, match=sentence):
             rays._check_resources(Small, [Task("a", 1), task])
+
+
+def test_a_cluster_that_asks_for_its_token_says_so(
+    cluster: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(InputError, match="asks for its token; set RAY_AUTH_MODE=token here"):
+        rays.check_address(cluster)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":6379", "host:0", "host:65536", "[::1]"])

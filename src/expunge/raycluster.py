@@ -27,7 +27,7 @@ from expunge.manyruns import Outcome, Pool, Task, attempt, explain
 
 LOG = logging.getLogger("expunge")
 INSTALL = "pip install 'expunge[ray]'"
-PORT_SECONDS, ANSWER_SECONDS, GRACE_SECONDS = 3.0, 30.0, 20.0
+PORT_SECONDS, ANSWER_SECONDS, GRACE_SECONDS = 3.0, 60.0, 20.0
 OBJECT_STORE_BYTES = 80_000_000
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -150,6 +150,11 @@ def check_address(address: str) -> None:
             f"Ray address {address} does not answer as Ray within {ANSWER_SECONDS:g} s; it must be "
             "the address that `ray start --head` prints, of the same version of Ray"
         ) from None
+    if done.returncode != 0 and "InvalidAuthToken" in done.stderr:
+        raise InputError(
+            f"Ray address {address} refuses us: that cluster asks for its token; set "
+            "RAY_AUTH_MODE=token here, and give Ray the token as its operator says"
+        )
     if done.returncode != 0:
         reason = (done.stdout.strip() or done.stderr.strip() or "no reason given").split("\n")[-1]
         raise InputError(f"Ray address {address} cannot be used: {reason}")
