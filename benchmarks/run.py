@@ -24,6 +24,7 @@ SUITES = (
     "throughput",
     "baselines",
     "audit",
+    "distributed",
 )
 
 

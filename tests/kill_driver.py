@@ -1,8 +1,8 @@
 """Plays torchrun for a job: starts two ranks, kills one at a random moment, starts both anew.
 
-``kill_driver.py JOB KILLS`` prints one JSON object. Ranks are forked, so that torch is imported
-once, and get the environment that torchrun gives them; the rank that is left is told to end, as
-torchrun does.
+``kill_driver.py JOB KILLS LAST`` prints one JSON object; the last start has LAST ranks. Ranks are
+forked, so that torch is imported once, and get the environment that torchrun gives them; the rank
+that is left is told to end, as torchrun does.
 """
 
 import json
@@ -21,12 +21,12 @@ from expunge.cli import main as run_command
 LOADED = (jobs, teamtraining, teamwork)  # what ranks would otherwise import again and again
 
 
-def start(job: Path, attempt: int, log: Path) -> list[int]:
+def start(job: Path, attempt: int, count: int, log: Path) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ranks = []
-    for rank in range(2):
+    for rank in range(count):
         pid = os.fork()
         if pid == 0:
             code = 1
@@ -34,7 +34,7 @@ def start(job: Path, attempt: int, log: Path) -> list[int]:
                 os.environ |= {
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
-                    "WORLD_SIZE": "2",
+                    "WORLD_SIZE": str(count),
                     "RANK": str(rank),
                     "TORCHELASTIC_RESTART_COUNT": str(attempt),
                     "TORCHELASTIC_RUN_ID": "kill_driver",
@@ -105,7 +105,8 @@ def main() -> None:
     state = job.parent / ".run.unfinished" / "checkpoint" / "state.safetensors"
     report = {"killed": 0, "early": 0, "codes": []}
     for attempt in range(kills + 1):
-        ranks = start(job, attempt, job.parent / "log")
+        count = 2 if attempt < kills else int(sys.argv[3])
+        ranks = start(job, attempt, count, job.parent / "log")
         if attempt < kills:
             wait_a_while(state, rng)
             os.kill(rng.choice(ranks), signal.SIGKILL)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from expunge import VerificationError, verify
+from expunge import InputError, VerificationError, verify
+from expunge.processes import Processes
 from expunge.record import RunRecord
+from expunge.teamjobs import check_kind
 from job_folder import call, write_job
 from ranks import (
     HERE,
@@ -73,8 +75,13 @@ def test_a_rank_that_hangs_stops_the_run_without_a_certificate(tmp_path):
     check_nothing_written(tmp_path)
 
 
-@pytest.mark.parametrize(("kills", "shard"), [(6, False), (4, True)], ids=["whole", "sharded"])
-def test_killed_at_random_moments_it_leaves_a_valid_certificate_or_none(tmp_path, kills, shard):
+@pytest.mark.parametrize(
+    ("kills", "shard", "last"), [(6, False, 2), (4, True, 5)], ids=["whole", "sharded"]
+)
+def test_killed_at_random_moments_it_leaves_a_valid_certificate_or_none(
+    tmp_path, kills, shard, last
+):
+    """Sharded, the last start has five processes, of which two hold no row of this small model."""
     job = write_job(
         tmp_path,
         method={"steps": STEPS},
@@ -82,7 +89,7 @@ def test_killed_at_random_moments_it_leaves_a_valid_certificate_or_none(tmp_path
         output={"dir": "run", "checkpoint_seconds": 0.05},
     )
     done = subprocess.run(
-        [sys.executable, str(HERE / "kill_driver.py"), str(job), str(kills)],
+        [sys.executable, str(HERE / "kill_driver.py"), str(job), str(kills), str(last)],
         capture_output=True,
         text=True,
         timeout=150,
@@ -92,8 +99,8 @@ def test_killed_at_random_moments_it_leaves_a_valid_certificate_or_none(tmp_path
     assert done.returncode == 0, done.stderr + log
     report = json.loads(done.stdout)
     assert report["killed"] == kills
-    assert report["codes"][-1] == [0, 0], log
-    check_finished(tmp_path, kills, shard)
+    assert report["codes"][-1] == [0] * last, log
+    check_finished(tmp_path, kills, last, shard)
 
 
 def test_torchrun_restarts_what_was_killed(tmp_path):
@@ -115,17 +122,28 @@ def test_torchrun_restarts_what_was_killed(tmp_path):
     finally:
         kill_all(started)
     assert code == 0, (tmp_path / "log").read_text()[-3000:]
-    check_finished(tmp_path, 1, shard=False)
+    check_finished(tmp_path, 1, 2, shard=False)
 
 
-def check_finished(folder: Path, kills: int, shard: bool) -> None:
+def test_a_run_is_resumed_by_as_many_as_began_it_one_or_several(tmp_path):
+    check_kind(tmp_path, None)
+    (tmp_path / "checkpoint").mkdir()
+    check_kind(tmp_path, Processes(0, 2, 50))
+    with pytest.raises(InputError, match="is of several processes; go on with torchrun"):
+        check_kind(tmp_path, None)
+    (tmp_path / "checkpoint.safetensors").write_bytes(b"")
+    with pytest.raises(InputError, match="is of one process; go on without torchrun"):
+        check_kind(tmp_path, Processes(0, 2, 50))
+
+
+def check_finished(folder: Path, kills: int, count: int, shard: bool) -> None:
     """A complete run directory, a record that tells all, and nothing else left."""
     run = folder / "run"
     verify(run / "certificate.json", record=run / "record.json")
     record = RunRecord.load(run / "record.json")
     assert record.noise_keys == 1 + record.resumed
     assert 1 <= record.resumed <= kills
-    assert record.processes["count"] == 2
+    assert record.processes["count"] == count
     assert record.processes["layout"] == ("sharded" if shard else "replicated")
     assert len(set(record.trace.noise_norm)) == STEPS
     assert record.gradient_evaluations == count_examples(STEPS)

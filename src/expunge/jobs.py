@@ -36,6 +36,7 @@ from expunge.processes import Processes
 from expunge.recipes import method_name, to_dict
 from expunge.stopping import Stopper, catch_signals
 from expunge.teamjobs import (
+    CHECKPOINTS,
     describe_launch,
     find_finished,
     join_job,
@@ -226,7 +227,7 @@ class _Running:
                 parent=None if parent is None else parent.sha256,
                 progress=self.progress,
                 on_step=on_step,
-                checkpoint=self.work / self._name_checkpoint() if real else None,
+                checkpoint=self.work / CHECKPOINTS[self.processes is not None] if real else None,
                 checkpoint_seconds=self.job.output.checkpoint_seconds,
                 resume=real,
                 distributed=False if self.processes is None else self.processes,
@@ -313,10 +314,6 @@ class _Running:
         held = [p.to_local() if hasattr(p, "to_local") else p for p in held]
         if not all(bool(torch.isfinite(p).all()) for p in held):
             LOG.warning("the new model holds values that are not finite; lower the learning rates")
-
-    def _name_checkpoint(self) -> str:
-        """A file for one process, a folder for several."""
-        return "checkpoint.safetensors" if self.processes is None else "checkpoint"
 
     def _certify(self, run: Run) -> Certificate:
         """The certificate; of several processes, rank 0 makes it and all are told."""

@@ -33,6 +33,8 @@ from expunge.processes import (
 from expunge.unlearning import list_versions
 from expunge.workspace import open_workspace, workspace_of
 
+CHECKPOINTS = ("checkpoint.safetensors", "checkpoint")  # of one process, and of several
+
 
 @contextmanager
 def join_job(path: str | Path) -> Generator[tuple[JobFile, Processes | None]]:
@@ -75,7 +77,8 @@ def share_workspace(
     with contextlib.ExitStack() as stack:
         with together(processes):
             if processes is None or processes.leads:
-                stack.enter_context(open_workspace(target, resume, identity))
+                work = stack.enter_context(open_workspace(target, resume, identity))
+                check_kind(work, processes)
         yield workspace_of(target)
 
 
@@ -156,6 +159,21 @@ def write_together(
             )
         else:
             save_together(None, state, {}, processes)
+
+
+def check_kind(work: Path, processes: Processes | None) -> None:
+    """Refuse to go on with a run that one process began by several, or the other way round."""
+    whole, parts = (work / name for name in CHECKPOINTS)
+    if processes is None and parts.exists():
+        raise InputError(
+            f"the unfinished run in {work} is of several processes; go on with torchrun, or remove "
+            "that folder to start anew"
+        )
+    if processes is not None and whole.exists():
+        raise InputError(
+            f"the unfinished run in {work} is of one process; go on without torchrun, or remove "
+            "that folder to start anew"
+        )
 
 
 def _check_sizes(job: Job, processes: Processes) -> None:

@@ -1,0 +1,173 @@
+"""Two processes of one thread each against one process of two threads; checks; bytes per step.
+
+Both cases run in the same two processes, in turn: while one process works alone with two threads,
+the other waits. Bytes are what is handed to the collectives, against four per parameter; a ring of
+n processes then sends 2 (n - 1)/n of them from every process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.timing import compare
+
+ROUNDS, STEPS, BATCH = 4, 4, 64
+CHECK_EVERY = 50
+TIMEOUT = 120
+
+
+def run() -> list[dict[str, Any]]:
+    found = _measure()
+    times = found["times"]
+    step, check = statistics.median(times["two"]), statistics.median(found["checks"])
+    spread = [check / (CHECK_EVERY * t) for t in times["two"]]
+    return [
+        compare(
+            "CIFAR net, step of 2 processes of 1 thread / 1 process of 2 threads",
+            times,
+            "two",
+            "one",
+        ),
+        {
+            "name": f"CIFAR net, agreement check every {CHECK_EVERY} steps / step",
+            "ratio": check / (CHECK_EVERY * step),
+            "spread": [min(spread), max(spread)],
+            "target": 0.01,
+            "direction": "at most",
+            "met": check / (CHECK_EVERY * step) <= 0.01,
+        },
+        {
+            "name": "bytes given to collectives per step / 4 bytes per parameter",
+            "ratio": found["bytes"] / (4 * found["parameters"]),
+            "target": 1.01,
+            "direction": "at most",
+            "met": found["bytes"] / (4 * found["parameters"]) <= 1.01,
+        },
+    ]
+
+
+def _measure() -> dict[str, Any]:
+    """What rank 0 of two real processes over gloo found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "found.json"
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "benchmarks.distributed", str(target)],
+                env=os.environ | place | {"WORLD_SIZE": "2", "RANK": str(rank)},
+            )
+            for rank in range(2)
+        ]
+        try:
+            codes = [rank.wait(timeout=TIMEOUT) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"the two processes ended with {codes}")
+        return json.loads(target.read_text())
+
+
+def _work(target: Path) -> None:
+    """What each of the two processes does."""
+    import torch
+    import torch.distributed as dist
+
+    from expunge.tasks import networks
+    from expunge.teamwork import Team
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    net = networks.cifar_net(generator=torch.Generator().manual_seed(0))
+    held: list[float] = []
+    check = Team.check
+
+    def timed(*given: Any) -> None:
+        start = time.perf_counter()
+        check(*given)
+        held.append(time.perf_counter() - start)
+
+    mock.patch.object(Team, "check", timed).start()
+    counted = [0]
+    for name in ("all_reduce", "broadcast", "all_gather"):
+        setattr(dist, name, _count(getattr(dist, name), counted))
+    times: dict[str, list[float]] = {"two": [], "one": []}
+    sent = 0.0
+    for number in range(ROUNDS + 1):
+        torch.set_num_threads(1)
+        dist.barrier()
+        together, sent = _time_steps(net, counted, distributed=True)
+        alone = 0.0
+        if rank == 0:
+            torch.set_num_threads(2)
+            alone, _ = _time_steps(net, counted, distributed=False)
+        dist.barrier()
+        if number > 0:
+            times["two"].append(together)
+            times["one"].append(alone)
+    if rank == 0:
+        size = sum(p.numel() for p in net.parameters())
+        facts = {"times": times, "checks": held[1:], "bytes": sent, "parameters": size}
+        target.write_text(json.dumps(facts))
+    dist.destroy_process_group()
+
+
+def _time_steps(net: Any, counted: list[int], *, distributed: bool) -> tuple[float, float]:
+    """Seconds and bytes of one step, without the first and without the check at the end."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from expunge import Batches, GradientClipping, SeededNoise, unlearn
+
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(BATCH * 2, 3, 32, 32, generator=generator)
+    y = torch.randint(0, 10, (BATCH * 2,), generator=generator)
+    recipe = GradientClipping(
+        start_clip=1.0,
+        grad_clip=1.0,
+        learning_rate=1e-3,
+        weight_decay=1.0,
+        steps=STEPS,
+        noise_std=0.1,
+    )
+    stamps: list[tuple[float, int]] = []
+    unlearn(
+        net,
+        Batches(x, y, batch_size=BATCH),
+        recipe,
+        loss_fn=cross_entropy,
+        noise=SeededNoise(0),
+        compile=False,
+        on_step=lambda *_: stamps.append((time.perf_counter(), counted[0])),
+        distributed=distributed,
+        check_every=10**6,
+    )
+    (start, before), (end, after) = stamps[0], stamps[-1]
+    return (end - start) / (STEPS - 1), (after - before) / (STEPS - 1)
+
+
+def _count(collective: Any, counted: list[int]) -> Any:
+    """The collective, with the bytes it is given added up."""
+
+    def wrapped(first: Any, *rest: Any, **named: Any) -> Any:
+        tensors = first if isinstance(first, list) else [first]
+        counted[0] += sum(tensor.nbytes for tensor in tensors)
+        return collective(first, *rest, **named)
+
+    return wrapped
+
+
+if __name__ == "__main__":
+    _work(Path(sys.argv[1]))
