@@ -1,7 +1,7 @@
 """A slice of a figure by the experiments' own code: runs stepping together against one by one.
 
 Fifteen runs (three versions of gradient clipping, five seeds) of the MNIST net at a budget of two
-epochs, from the noise to the verified certificate; and one epoch of the CIFAR net, compiled and not.
+epochs, from the noise to the verified certificate; one epoch of the CIFAR net, compiled and not.
 Pixels are random. Compiling happens in the warm-up and is shown in units of the plain slice.
 """
 
