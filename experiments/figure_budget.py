@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from arms import GAUSSIAN, RETRAIN, Arm, list_arms
-from options import Options, read_options
+from options import Options, drive
 from plots import draw_lines, style_arm
 from problems import SETTINGS, load_problem
 from runs import Case, Store, run_cases
@@ -61,8 +61,9 @@ def read_entries(task: str, out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def plot(task: str, out: Path) -> None:
+def plot(task: str, options: Options) -> None:
     """One panel with the versions that differ, and the table of all of them."""
+    out = options.out
     entries = read_entries(task, out)
     budgets = sorted({entry["budget"] for entry in entries})
     shown = [arm for arm in ARMS if arm.version != "printed" or arm.method == "gradient-clipping"]
@@ -125,12 +126,7 @@ def identify(arm: Arm) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("mnist", "cifar10"), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            plot(task, options.out)
+    drive(__doc__, ("mnist", "cifar10"), run, plot, arguments)
 
 
 if __name__ == "__main__":

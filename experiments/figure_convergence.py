@@ -21,7 +21,7 @@ from torch import nn
 
 from arms import Arm, certify_radii, find_epsilon, measure_noise
 from expunge import Batches, GradientClipping, SeededNoise, evaluate, train, unlearn
-from options import Options, read_options
+from options import Options, drive
 from plots import draw_lines, style_arm
 from problems import Problem, load_model, load_problem
 from runs import Store, find_commit
@@ -133,8 +133,9 @@ def run(task: str, options: Options) -> None:
         print(f"convergence: {n + 1} of {len(wanted)} runs", file=sys.stderr, flush=True)
 
 
-def plot(task: str, out: Path) -> None:
+def plot(task: str, options: Options) -> None:
     """The curves, and what is ahead of what after each half epoch."""
+    out = options.out
     entries = list(Store(out, f"convergence_{task}").read().values())
     by_arm = {
         arm: {e["seed"]: dict(map(tuple, e["curve"])) for e in entries if _is_of(e, arm)}
@@ -187,12 +188,7 @@ def _between(one: dict[int, Any], two: dict[int, Any], x: float) -> Difference:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("cifar10",), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            plot(task, options.out)
+    drive(__doc__, ("cifar10",), run, plot, arguments)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Any
 
 from arms import RETRAIN, Arm, list_arms
 from figure_budget import FULL, MODEL_SEEDS, SEEDS, identify
-from options import Options, read_options
+from options import Options, drive
 from plots import DASHES, EPSILON_COLOURS, MARKERS, draw_lines, style_arm
 from problems import SETTINGS, load_problem
 from runs import Case, Store, run_cases
@@ -55,8 +55,9 @@ def read_entries(task: str, out: Path) -> list[dict[str, Any]]:
     ]
 
 
-def plot(task: str, out: Path) -> None:
+def plot(task: str, options: Options) -> None:
     """The figure, the table, and the paired differences between labels."""
+    out = options.out
     entries = read_entries(task, out)
     arms = [RETRAIN, *list_sweep(task)]
     swept = {entry["budget"] for entry in entries if entry["method"] != "retrain"}
@@ -115,12 +116,7 @@ def _name(arm: Arm) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("mnist", "cifar10"), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            plot(task, options.out)
+    drive(__doc__, ("mnist", "cifar10"), run, plot, arguments)
 
 
 if __name__ == "__main__":

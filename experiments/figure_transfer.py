@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from arms import DELTA, GAUSSIAN, RETRAIN, Arm, list_arms
 from expunge import GroupDPSGD, Run, RunRecord, SeededNoise, calibrate, train_dpsgd
 from figure_budget import identify
-from options import Options, read_options
+from options import Options, drive
 from plots import draw_lines, style_arm
 from problems import SETTINGS, Problem, load_problem
 from runs import Case, Store, run_cases
@@ -91,8 +91,9 @@ def train_privately(problem: Problem, epochs: int, out: Path, seed: int) -> Run:
     return ended
 
 
-def plot(task: str, out: Path) -> None:
+def plot(task: str, options: Options) -> None:
     """The figure, the table and the paired differences."""
+    out = options.out
     entries = Store(out, task).read_paired(SETTINGS[task].tuned_rate)
     budgets = sorted({entry["budget"] for entry in entries})
     lines, styles = {}, {}
@@ -129,12 +130,7 @@ def plot(task: str, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("transfer_cifar10", "transfer_cifar100"), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            plot(task, options.out)
+    drive(__doc__, ("transfer_cifar10", "transfer_cifar100"), run, plot, arguments)
 
 
 if __name__ == "__main__":

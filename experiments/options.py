@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +40,22 @@ class Options:
             return wanted
         place, count = self.part
         return wanted[place::count]
+
+
+def drive(
+    about: str | None,
+    tasks: tuple[str, ...],
+    run: Callable[[str, Options], None],
+    show: Callable[[str, Options], None],
+    arguments: list[str] | None = None,
+) -> None:
+    """Run what is missing, then show what there is (but not from one process's share of it)."""
+    options = read_options(about, tasks, arguments)
+    for task in options.tasks:
+        if not options.plot:
+            run(task, options)
+        if not options.part:
+            show(task, options)
 
 
 def read_options(

@@ -17,7 +17,7 @@ from typing import Any
 
 from arms import GAUSSIAN, RETRAIN, Arm
 from figure_budget import METHODS, MODEL_SEEDS, SEEDS
-from options import Options, read_options
+from options import Options, drive
 from problems import load_problem
 from runs import SEARCH_SEED, Case, Store, run_cases
 from summary import Difference, Mean, make_table
@@ -104,12 +104,7 @@ def write(task: str, options: Options) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("mnist", "cifar10"), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            write(task, options)
+    drive(__doc__, ("mnist", "cifar10"), run, write, arguments)
 
 
 if __name__ == "__main__":

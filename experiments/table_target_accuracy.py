@@ -11,12 +11,11 @@ means that none up to b does. The runs are those of figure_budget.py, which find
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from arms import GAUSSIAN, RETRAIN, Arm
 from figure_budget import METHODS, MODEL_SEEDS, SEEDS, identify, read_entries
-from options import Options, read_options
+from options import Options, drive
 from problems import SETTINGS, load_problem
 from runs import Case, Store, run_cases
 from summary import average, make_table
@@ -72,8 +71,9 @@ def find_budget(entries: list[dict[str, Any]], arm: Arm, target: float) -> str:
     return f"> {budgets[-1]:g}" if budgets else "–"
 
 
-def write(task: str, out: Path) -> None:
+def write(task: str, options: Options) -> None:
     """Ours beside the paper's."""
+    out = options.out
     entries = read_entries(task, out)
     rows = []
     for arm in ARMS:
@@ -102,12 +102,7 @@ def _find_printed(arm: Arm) -> int | None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("cifar10",), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            write(task, options.out)
+    drive(__doc__, ("cifar10",), run, write, arguments)
 
 
 if __name__ == "__main__":

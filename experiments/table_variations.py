@@ -15,7 +15,7 @@ from pathlib import Path
 
 from arms import RETRAIN, Arm
 from figure_budget import MODEL_SEEDS, SEEDS, identify
-from options import Options, read_options
+from options import Options, drive
 from problems import SETTINGS, load_problem
 from runs import SEARCH_SEED, Case, Store, run_cases
 from summary import average, compare, make_table
@@ -80,12 +80,7 @@ def write(task: str, options: Options) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = read_options(__doc__, ("mnist", "cifar10"), arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
-            write(task, options)
+    drive(__doc__, ("mnist", "cifar10"), run, write, arguments)
 
 
 if __name__ == "__main__":
