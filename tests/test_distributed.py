@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine import NOISY
+from expunge import SeededNoise
 from expunge.errors import CertificateError, UnlearningError
 from expunge.processes import Processes, lose
 from expunge.record import RunRecord
@@ -103,6 +104,13 @@ def test_stopped_and_resumed_it_is_the_same_run_and_says_so(reports):
             assert "belongs to another run: its recipe is" in found["other"]
 
 
+def test_the_key_is_in_no_checkpoint(reports):
+    key = SeededNoise(1).begin().export_key()
+    files = [path for path in reports[1].rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not [path for path in files if key in path.read_bytes()]
+
+
 def test_processes_that_should_agree_and_do_not_are_stopped(reports):
     first, second = (report["told"] for report in reports[0])
     assert first == second
@@ -158,7 +166,7 @@ def test_a_record_tells_of_its_processes_and_reads_back(reports):
 
 
 def make_record(**more):
-    from expunge import OutputPerturbation, SeededNoise
+    from expunge import OutputPerturbation
     from expunge.unlearning import unlearn
 
     recipe = OutputPerturbation(start_clip=0.5, noise_std=1.5)

@@ -12,8 +12,10 @@ import pytest
 from safetensors.torch import load_file
 
 from expunge import InputError, VerificationError, verify
+from expunge.loading import read_weights
 from expunge.processes import Processes
 from expunge.record import RunRecord
+from expunge.shardfiles import INDEX
 from expunge.teamjobs import check_kind
 from job_folder import call, write_job
 from ranks import (
@@ -54,20 +56,50 @@ def test_mixed_versions_and_sizes_that_do_not_divide_are_refused(tmp_path):
     check_nothing_written(job.parent)
 
 
+def test_one_rank_that_is_asked_to_stop_stops_all_and_the_run_can_be_resumed(tmp_path):
+    job = write_job(tmp_path, method={"steps": 1000}, finetune={"epochs": 1})
+    ranks = start_ranks(2, [*UNLEARN, str(job)], STEP_SECONDS="0.01")
+    wait_for_a_step(tmp_path)
+    ranks[1].send_signal(signal.SIGTERM)
+    (code, out, err), (other, quiet, silent) = finish_ranks(ranks, timeout=60)
+    assert (code, other) == (143, 143)
+    assert out == quiet == ""
+    assert "expunge: stopped by SIGTERM; what is done is saved" in err
+    assert "go on with: torchrun … -m expunge unlearn" in err
+    assert silent == ""
+    check_nothing_written(tmp_path)
+    refused = call("unlearn", job, "--resume")
+    assert refused.returncode == 2
+    assert "is of several processes; go on with torchrun" in refused.stderr
+    again = finish_ranks(start_ranks(2, [*UNLEARN, str(job), "--resume"]), timeout=90)
+    assert [code for code, _, _ in again] == [0, 0], again[0][2]
+    record = RunRecord.load(tmp_path / "run" / "record.json")
+    assert (record.resumed, record.noise_keys) == (1, 2)
+    assert record.gradient_evaluations == count_examples(1000)
+    verify(tmp_path / "run" / "certificate.json", record=tmp_path / "run" / "record.json")
+
+
+def wait_for_a_step(folder: Path) -> None:
+    state = folder / ".run.unfinished" / "metrics.jsonl"
+    patience = time.monotonic() + 60
+    while not (state.exists() and '"step"' in state.read_text()):
+        assert time.monotonic() < patience
+        time.sleep(0.05)
+
+
 def test_a_rank_that_hangs_stops_the_run_without_a_certificate(tmp_path):
     job = write_job(
         tmp_path, method={"steps": 2000}, processes={"timeout_seconds": 5.0, "check_every": 10}
     )
     ranks = start_ranks(2, [*UNLEARN, str(job)], STEP_SECONDS="0.01")
-    state = tmp_path / ".run.unfinished" / "metrics.jsonl"
-    patience = time.monotonic() + 60
-    while not (state.exists() and '"step"' in state.read_text()):
-        assert time.monotonic() < patience
-        time.sleep(0.05)
+    wait_for_a_step(tmp_path)
     ranks[1].send_signal(signal.SIGSTOP)
-    out, err = ranks[0].communicate(timeout=60)
-    finish_ranks([ranks[1]], timeout=0.1) if ranks[1].poll() is not None else ranks[1].kill()
-    ranks[1].communicate()
+    try:
+        out, err = ranks[0].communicate(timeout=60)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ranks[1].communicate()
     assert ranks[0].returncode == 2
     assert out == ""
     assert "expunge: rank 0 of 2 lost another process while" in err
@@ -182,9 +214,8 @@ def test_a_whole_job_by_two_processes_is_that_of_one(tmp_path, shard):
     assert (code, other, quiet, silent) == (0, 0, "", ""), err
     assert "epsilon = 1, delta = 1e-05" in out
     assert call("verify", two.parent / "run").returncode == 0
-    found = {}
-    for file in (two.parent / "run").glob("*.safetensors"):
-        found |= load_file(file)
+    name = INDEX if shard else "model.safetensors"
+    found = read_weights(two.parent / "run" / name, "model.weights")
     for name, tensor in load_file(one.parent / "run" / "model.safetensors").items():
         assert (tensor - found[name]).abs().max() < 1e-6 * 10
     metrics = [json.loads((j.parent / "run" / "metrics.json").read_text()) for j in (one, two)]

@@ -221,7 +221,7 @@ SignWith = Annotated[
 def verify(
     certificate: CertificatePath,
     weights: Annotated[
-        Path | None, typer.Option(help="Default: model.safetensors beside the certificate.")
+        Path | None, typer.Option(help="Default: model.safetensors, or its index, beside it.")
     ] = None,
     public_key: Annotated[
         Path | None, typer.Option(help="PEM file of the Ed25519 key it must be signed with.")

@@ -78,7 +78,12 @@ def unlearn(
     except Stopped as stop:
         if _follows():
             sys.exit(stop.exit_code)
-        again = f"expunge unlearn {job}" + ("" if out is None else f" --out {out}") + " --resume"
+        launch = "torchrun … -m " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        again = (
+            f"{launch}expunge unlearn {job}"
+            + ("" if out is None else f" --out {out}")
+            + " --resume"
+        )
         saved = "what is done is saved" if stop.saved else "nothing was written"
         typer.echo(f"expunge: {stop}; {saved}", err=True)
         if stop.saved:

@@ -13,13 +13,13 @@ NAMES = (*RUNNABLE, "plan")
 
 Function = Annotated[str, Field(pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$")]
 Text = Annotated[str, Field(min_length=1)]
-Weights = Annotated[str, Field(pattern=r"\.(safetensors|pt|pth|bin)$")]
+Weights = Annotated[str, Field(pattern=r"\.(safetensors|safetensors\.index\.json|pt|pth|bin)$")]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
 
 _FUNCTION = '"module:function" or "path/to/file.py:function"'
-_WEIGHTS = "the path of a .safetensors, .pt, .pth or .bin file"
+_WEIGHTS = "the path of a .safetensors, .index.json, .pt, .pth or .bin file"
 _COUNT = "a whole number >= 1"
 _POSITIVE = "a finite number > 0"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 import traceback
 from collections.abc import Callable, Generator, Mapping
@@ -105,6 +106,12 @@ def read_weights(path: Path, field: str) -> dict[str, Tensor]:
             from safetensors.torch import load_file
 
             loaded: Any = load_file(path)
+        elif path.name.endswith(".index.json"):
+            from safetensors.torch import load_file
+
+            files = sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
+            parts = [load_file(path.with_name(Path(name).name)) for name in files]
+            loaded = {name: tensor for part in parts for name, tensor in part.items()}
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

@@ -154,10 +154,8 @@ class Team:
         facts["trace"] = digest_bytes(np.ascontiguousarray(columns[: max(done, 1)]).tobytes())
         if cycle is not None:
             place = cycle.place()
-            names = sorted(name for name in place if not name.startswith("pass."))
-            facts["data order"] = digest_bytes(
-                "".join(digest_tensor(place[name]) for name in names).encode()
-            )
+            order = place.get("now.generator", place["now.torch"])
+            facts["data order"] = digest_tensor(order) + digest_tensor(place["taken"])
         if not self.sharded:
             parts = [digest_tensor(t) for t in (*vector.state().values(), *vector.parameters)]
             facts["parameters"] = digest_bytes("".join(parts).encode())

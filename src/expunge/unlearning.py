@@ -10,6 +10,7 @@ as a :class:`~expunge.record.RunRecord`; what it guarantees follows from that re
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import platform
 import re
@@ -130,7 +131,8 @@ def unlearn(
             model, centre, buffers=buffers, public_buffers=public_buffers, device=device
         )
         if start == "model":
-            check_finite(subject.certified)
+            with contextlib.nullcontext() if processes is None else processes.together():
+                check_finite(subject.certified)
         team = _find_team(processes, subject)
         loader = retain_loader if team is None else team.share_out(retain_loader)
         source = noise or SystemNoise()
