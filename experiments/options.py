@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from expunge import run_many
+
 RESULTS = Path(__file__).parent / "results"
 Item = TypeVar("Item")
+SHARES = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Options:
     arms: str
     root: Path | None
     out: Path
+    ray: bool | str = False
 
     @property
     def compile(self) -> Any:
@@ -51,11 +58,32 @@ def drive(
 ) -> None:
     """Run what is missing, then show what there is (but not from one process's share of it)."""
     options = read_options(about, tasks, arguments)
+    if options.ray:
+        run_on_ray(options.ray, sys.argv[1:] if arguments is None else arguments)
     for task in options.tasks:
         if not options.plot:
             run(task, options)
         if not options.part:
             show(task, options)
+
+
+def run_on_ray(ray: bool | str, arguments: list[str]) -> None:
+    """Shares of this script's runs as processes on Ray; one whose worker died is taken up again.
+
+    Finished runs are in the results, so whatever a share did before it died is not done twice.
+    """
+    place = arguments.index("--ray")
+    given = arguments[place + 1 : place + 2]
+    rest = arguments[:place] + arguments[place + (2 if given == [ray] else 1) :]
+    items = {
+        f"share-{n}": [sys.executable, sys.argv[0], *rest, "--part", f"{n}/{SHARES}"]
+        for n in range(SHARES)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_many(subprocess.check_call, items, folder, ray=ray, progress=True)
+    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+    if failed:
+        raise SystemExit(f"shares that failed: {failed}")
 
 
 def read_options(
@@ -72,6 +100,7 @@ def read_options(
     parser.add_argument("--plain", action="store_true", help="one run at a time, not compiled")
     parser.add_argument("--smoke", action="store_true", help="scikit-learn's digits, tiny")
     parser.add_argument("--part", type=_read_part, help="i/n: this process's share of the runs")
+    parser.add_argument("--ray", nargs="?", const=True, default=False, help="[ADDRESS]: run on Ray")
     parser.add_argument("--arms", default="", help="only runs whose name contains this")
     parser.add_argument("--root", type=Path, help="folder of the data; default EXPUNGE_DATA")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -89,6 +118,7 @@ def read_options(
         given.arms,
         given.root,
         given.out,
+        given.ray,
     )
 
 

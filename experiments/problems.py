@@ -8,6 +8,7 @@ official *test* images, set apart by a fixed seed; accuracies are reported on th
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,7 +127,7 @@ def load_model(problem: Problem, seed: int, folder: Path = MODELS) -> nn.Module:
         seed=seed,
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}")
     save_file(net.state_dict(), partial)
     partial.replace(path)
     return net

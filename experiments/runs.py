@@ -286,7 +286,7 @@ def keep_certificate(run: Run, case: Case, store: Store) -> dict[str, Any]:
     """A certificate of the run, verified against its weights as a stranger would."""
     certificate = certify(run.record, delta=DELTA)
     store.certificates.mkdir(parents=True, exist_ok=True)
-    name = case.key.replace(" | ", "_").replace(", ", "-").replace(" ", "").replace("=", "")
+    name = case.key.replace(" | ", "_").replace(", ", "-").replace(" ", "").replace("ε=", "epsilon")
     path = store.certificates / f"{name}.json"
     with tempfile.TemporaryDirectory() as folder:
         weights = Path(folder) / "model.safetensors"

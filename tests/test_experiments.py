@@ -76,6 +76,16 @@ def test_a_crash_costs_one_run(smoke: Path, tmp_path: Path) -> None:
     assert ended["test"] == lost["test"]
 
 
+def test_the_same_runs_on_ray(smoke: Path, tmp_path: Path) -> None:
+    options = ["--smoke", "--budgets", "1", "--seeds", "1", "--ray", "--out", str(tmp_path)]
+    shutil.copytree(smoke / "models", tmp_path / "models")
+    run_script("table_variations", *options)
+    found = {entry["key"]: entry["test"] for entry in read_runs(tmp_path, "digits")}
+    plain = {entry["key"]: entry["test"] for entry in read_runs(smoke, "digits")}
+    assert len(found) == 9
+    assert found == {key: plain[key] for key in found}
+
+
 def test_every_figure_and_table_is_drawn(smoke: Path) -> None:
     for name in ("figure_budget_digits", "figure_epsilon_digits", "figure_convergence_digits"):
         assert (smoke / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
