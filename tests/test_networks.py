@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from expunge.compiling import find_compiler
 from expunge.errors import InputError
 from expunge.tasks import Samples, Task, features, networks, number_ids
 from expunge.tasks.features import Backbone, cache_path, extract, extract_task, load_resnet18
@@ -269,6 +270,22 @@ def test_features_are_those_of_each_sample_whatever_the_batch(tmp_path: Path) ->
     layer(found.inputs).sum().backward()
     with pytest.raises(InputError, match="batch_size is 0"):
         extract(samples, backbone, batch_size=0, cache=False)
+
+
+def test_a_compiled_backbone_gives_the_same_features(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = make_samples()
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()).eval()
+    backbone = Backbone("conv", net, 4, (0.5,), (0.5,))
+    plain = extract(samples, backbone, batch_size=4, cache=False)
+    if find_compiler() is not None:
+        with torch.no_grad():
+            found = extract(samples, backbone, batch_size=4, cache=False, compile=True)
+        torch.testing.assert_close(found.inputs, plain.inputs, rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr("expunge.tasks.features.find_compiler", lambda: None)
+    with pytest.raises(InputError, match="compile is True; it must be False: there is no C"):
+        extract(samples, backbone, batch_size=4, cache=False, compile=True)
 
 
 def test_the_cache_is_used_and_follows_the_content(tmp_path: Path) -> None:

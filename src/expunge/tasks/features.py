@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from expunge.compiling import find_compiler
 from expunge.errors import InputError
 from expunge.progress import show_progress
 from expunge.tasks.download import data_folder, fetch
@@ -259,6 +260,8 @@ def _compute(
 
 
 def _compile(module: nn.Module) -> nn.Module:
+    if find_compiler() is None:
+        raise InputError.of("compile", True, "False: there is no C++ compiler on this machine")
     return cast(nn.Module, torch.compile(module, dynamic=False, options={"freezing": True}))
 
 
