@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -252,10 +253,13 @@ def _compute(
     fast = replace(backbone, module=_compile(backbone.module)) if compile else backbone
     parts: list[Tensor] = []
     starts = range(0, len(samples), batch_size)
-    for start in show_progress(starts, len(samples), f"{backbone.name} features"):
-        batch = samples.inputs[start : start + batch_size]
-        whole = len(batch) == batch_size
-        parts.append((fast if whole else backbone)(batch.to(device)).float().cpu())
+    with warnings.catch_warnings():
+        if compile:  # torch warns about its own older parts while it compiles
+            warnings.simplefilter("ignore", DeprecationWarning)
+        for start in show_progress(starts, len(samples), f"{backbone.name} features"):
+            batch = samples.inputs[start : start + batch_size]
+            whole = len(batch) == batch_size
+            parts.append((fast if whole else backbone)(batch.to(device)).float().cpu())
     return torch.cat(parts)
 
 
