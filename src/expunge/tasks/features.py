@@ -250,12 +250,12 @@ def _compute(
     compile: bool = False,
 ) -> Tensor:
     backbone.module.to(device)
-    fast = replace(backbone, module=_compile(backbone.module)) if compile else backbone
     parts: list[Tensor] = []
     starts = range(0, len(samples), batch_size)
     with warnings.catch_warnings():
         if compile:  # torch warns about its own older parts while it compiles
             warnings.simplefilter("ignore", DeprecationWarning)
+        fast = replace(backbone, module=_compile(backbone.module)) if compile else backbone
         for start in show_progress(starts, len(samples), f"{backbone.name} features"):
             batch = samples.inputs[start : start + batch_size]
             whole = len(batch) == batch_size
