@@ -38,6 +38,7 @@ from expunge.weights import hash_weights
 
 ScheduleName = Literal["constant", "one-cycle"]
 OnPass = Callable[[int, float], object]
+EVALUATED = 2**20
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 # The linear one-cycle schedule: (part of the steps, part of the peak), straight lines in between.
@@ -256,11 +257,13 @@ def evaluate(
     inputs: Tensor,
     targets: Tensor,
     *,
-    batch_size: int = 4096,
+    batch_size: int | None = None,
     prepare: Callable[[Tensor], Tensor] | None = None,
     loss_fn: LossFunction = cross_entropy,
 ) -> Evaluation:
     """Accuracy and mean loss of a classifier in eval mode; the module's own mode is put back.
+
+    Batches hold about a million numbers unless told: activations of larger ones leave the cache.
 
     >>> evaluate(nn.Identity(), torch.eye(3), torch.tensor([0, 1, 0])).accuracy
     0.6666666666666666
@@ -268,6 +271,8 @@ def evaluate(
     device = next((p.device for p in model.parameters()), inputs.device)
     flags = {module: module.training for module in model.modules()}
     model.eval()
+    if batch_size is None:
+        batch_size = min(max(EVALUATED // max(inputs[:1].numel(), 1), 64), 4096)
     correct, total = 0, 0.0
     try:
         for x, y in Batches(inputs, targets, batch_size=batch_size, prepare=prepare):
