@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.timing import compare, measure
 
@@ -42,9 +43,13 @@ def _measure(task: str, seeds: int, count: int, repeats: int) -> list[dict[str, 
         Case(arm, 2 if task == "mnist" else 1, seed, 0.06) for seed in range(seeds) for arm in arms
     ]
 
+    old = problem.build(0).state_dict()
+
     def go(compile: bool | str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             store = Store(Path(folder), task)
+            (store.folder / "models").mkdir()
+            save_file(old, store.folder / "models" / f"{task}-0.safetensors")
             run_cases(problem, cases, store, model_seeds=1, compile=compile)
 
     started = time.perf_counter()

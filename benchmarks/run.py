@@ -25,6 +25,7 @@ SUITES = (
     "baselines",
     "audit",
     "distributed",
+    "figures",
 )
 
 
