@@ -7,6 +7,8 @@ Pixels are random. Compiling happens in the warm-up and is shown in units of the
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
 import tempfile
 import time
@@ -50,7 +52,8 @@ def _measure(task: str, seeds: int, count: int, repeats: int) -> list[dict[str, 
             store = Store(Path(folder), task)
             (store.folder / "models").mkdir()
             save_file(old, store.folder / "models" / f"{task}-0.safetensors")
-            run_cases(problem, cases, store, model_seeds=1, compile=compile)
+            with contextlib.redirect_stderr(io.StringIO()):
+                run_cases(problem, cases, store, model_seeds=1, compile=compile)
 
     started = time.perf_counter()
     go(True)
