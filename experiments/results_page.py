@@ -166,14 +166,18 @@ def claim_convergence(out: Path) -> list[str]:
         seeds = sorted(set(curves.get(one.name, {})) & set(curves.get(two.name, {})))
         return Difference.of([at(one, s, x) for s in seeds], [at(two, s, x) for s in seeds])
 
-    gain, kept = differ(CLIPPED, RETRAIN, 1.0), differ(CLIPPED, CENTRE, 1.0)
-    fair = differ(CLIPPED, GAUSSIAN, 1.0)
+    marks = (1.0, 2.0)
+    gains = [differ(CLIPPED, RETRAIN, x) for x in marks]
+    kept = [differ(CLIPPED, CENTRE, x) for x in marks]
+    fair = [differ(CLIPPED, GAUSSIAN, x) for x in marks]
+    ahead, behind = sum(g.low > 0 for g in gains), sum(g.high < 0 for g in gains)
     return [
         told,
         "around 1 epoch",
-        f"after 1 epoch printed − retrain {gain}",
-        f"printed − centre {kept}; printed − Gaussian retraining {fair}",
-        _judge(int(gain.low > 0), int(gain.high < 0), 1, [kept]),
+        "printed − retrain after 1 and 2 epochs: " + "; ".join(map(str, gains)),
+        f"printed − centre {_span(kept)}, {_count(kept)}; "
+        f"printed − Gaussian retraining {_span(fair)}, {_count(fair)}",
+        _judge(ahead, behind, len(marks), kept),
     ]
 
 
