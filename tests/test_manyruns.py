@@ -16,7 +16,8 @@ import pytest
 
 from expunge import InputError, run_many
 from expunge import raycluster as rays
-from expunge.manyruns import Pool, Task, locked
+from expunge.files import hold_lock
+from expunge.manyruns import Pool, Task
 
 HERE = str(Path(__file__).parent)
 
@@ -194,7 +195,10 @@ def test_unusable_input_is_refused_before_anything_runs(tmp_path: Path) -> None:
 
 
 def test_two_at_once_do_not_share_a_folder(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(InputError, match="another process is writing results"):
+    with (
+        hold_lock(tmp_path / ".lock", "held"),
+        pytest.raises(InputError, match="another process is writing results"),
+    ):
         run_many(work, make_items(tmp_path), tmp_path)
     assert list_names(tmp_path) == []
     assert len(run_many(work, make_items(tmp_path), tmp_path)) == 4

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
+import sys
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
 
 from expunge.errors import CertificateError, InputError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -> None:
@@ -54,6 +59,23 @@ def read_limited(path: str | Path, limit: int, what: str) -> bytes:
     if len(data) > limit:
         raise CertificateError(f"{what} {path} is larger than {limit:,} bytes")
     return data
+
+
+@contextmanager
+def hold_lock(path: Path, taken: str) -> Generator[None]:
+    """Hold the lock file at ``path``; :class:`InputError` with the words ``taken`` if others do."""
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(taken) from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def _sync_folder(folder: Path) -> None:

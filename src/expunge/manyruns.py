@@ -8,23 +8,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from expunge.errors import ExpungeError, InputError
-from expunge.files import write_atomic
+from expunge.files import hold_lock, write_atomic
 from expunge.runmeter import Meter
-
-if sys.platform != "win32":
-    import fcntl
 
 LOG = logging.getLogger("expunge")
 FORMAT = "expunge-result-1"
@@ -115,7 +110,7 @@ def run_many(
     if folder.exists() and not folder.is_dir():
         raise InputError(f"results folder {folder} is a file; name a directory")
     folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder):
+    with hold_lock(folder / ".lock", f"another process is writing results to {folder}"):
         found = _load_all(folder, identities)
         tasks = [Task(n, a, cpus, gpus) for n, a in items.items() if n not in found]
         with (
@@ -182,23 +177,6 @@ def describe(outcome: Outcome) -> str | None:
     if outcome.attempts > 1:
         return f"{outcome.name} took {outcome.attempts} workers: the others died"
     return None
-
-
-@contextmanager
-def locked(folder: Path) -> Generator[None]:
-    """Nobody else fills this folder at the same time."""
-    if sys.platform == "win32":
-        yield
-        return
-    handle = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"another process is writing results to {folder}") from None
-        yield
-    finally:
-        os.close(handle)
 
 
 def _identify(name: str, argument: Any, version: Any) -> dict[str, Any]:

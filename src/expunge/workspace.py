@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
-import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +15,8 @@ from typing import Any
 
 from expunge.directory import check_free
 from expunge.errors import InputError, UnlearningError
-from expunge.files import write_atomic
+from expunge.files import hold_lock, write_atomic
 from expunge.stopping import Stopped
-
-if sys.platform != "win32":
-    import fcntl
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 SPARE_BYTES = 16_000_000
@@ -76,7 +71,7 @@ def open_workspace(target: Path, resume: bool, identity: Mapping[str, Any]) -> G
     except OSError as error:
         shutil.rmtree(work, ignore_errors=True)
         raise InputError(f"output directory {target} cannot be written: {error.strerror}") from None
-    with _locked(work):
+    with hold_lock(work / "lock", f"another process is working on the run in {work}"):
         _check_identity(work, plain)
         try:
             yield work
@@ -91,23 +86,6 @@ def open_workspace(target: Path, resume: bool, identity: Mapping[str, Any]) -> G
                 f"{error.strerror}; its last checkpoint is kept, so make room and use --resume"
             ) from None
         shutil.rmtree(work)
-
-
-@contextmanager
-def _locked(work: Path) -> Generator[None]:
-    """Nobody else works here at the same time."""
-    if sys.platform == "win32":
-        yield
-        return
-    handle = os.open(work / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"another process is working on the run in {work}") from None
-        yield
-    finally:
-        os.close(handle)
 
 
 def _check_identity(work: Path, given: Mapping[str, Any]) -> None:
