@@ -333,6 +333,10 @@ def test_a_bad_target_late_in_the_data_is_an_error_as_it_is_uncompiled() -> None
         train(make_net(), batches, epochs=1, learning_rate=0.1, compile=True)
 
 
+def look(_: int, model: nn.Module) -> None:
+    """Somebody looks after every step, so that steps are not compiled several as one."""
+
+
 def forget(compile: Any, net: nn.Module | None = None, data: Any = None, **options: Any) -> Any:
     recipe = options.pop("recipe", None) or GradientClipping(
         start_clip=1.0, grad_clip=0.5, learning_rate=0.1, weight_decay=1.0, steps=9, noise_std=0.01
@@ -342,7 +346,7 @@ def forget(compile: Any, net: nn.Module | None = None, data: Any = None, **optio
     if isinstance(data, SimpleNamespace):
         generator = torch.Generator().manual_seed(2)
         loader = Batches(data.inputs, data.targets, batch_size=BATCH, generator=generator)
-    options = {"loss_fn": cross_entropy, "noise": SeededNoise(4)} | options
+    options = {"loss_fn": cross_entropy, "noise": SeededNoise(4), "on_step": look} | options
     return unlearn(net or make_net().float(), loader, recipe, compile=compile, **options)
 
 

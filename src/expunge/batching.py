@@ -58,11 +58,8 @@ class Batches:
         whole, rest = divmod(len(self.inputs), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.draw_order()
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
-            x, y = self.fetch(order, start)
-            yield self.make_ready(x), y
+    def __iter__(self) -> Pass:
+        return Pass(self)
 
     def draw_order(self) -> Tensor | None:
         """The order of a new pass; None is that of the tensors."""
@@ -100,6 +97,44 @@ class Batches:
     def make_ready(self, inputs: Tensor) -> Tensor:
         """A fetched batch as the model takes it."""
         return inputs if self.prepare is None else self.prepare(inputs)
+
+
+class Pass(Iterator[tuple[Tensor, Tensor]]):
+    """One pass over batches in memory, in an order of its own from the first batch on.
+
+    >>> one = iter(Batches(torch.arange(7.0).view(7, 1), torch.arange(7), batch_size=2))
+    >>> [y.tolist() for _, y in one.take(2)], one.take(2), [y.tolist() for _, y in one]
+    ([[0, 1], [2, 3]], [], [[4, 5], [6]])
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches, self._start = batches, 0
+        self._stop = len(batches) * batches.batch_size
+        self._order: Tensor | None = None
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self._start >= self._stop:
+            raise StopIteration
+        x, y = self._batches.fetch(self._find_order(), self._start)
+        self._start += self._batches.batch_size
+        return self._batches.make_ready(x), y
+
+    def take(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """The next ``count`` batches in one gather, or nothing if so many whole ones are not left.
+
+        They are the batches that would come one by one, but for what a random ``prepare`` draws.
+        """
+        stop = self._start + count * self._batches.batch_size
+        if stop > len(self._batches.inputs):
+            return []
+        found = self._batches.fetch_several(self._find_order(), self._start, count)
+        self._start = stop
+        return [(self._batches.make_ready(x), y) for x, y in found]
+
+    def _find_order(self) -> Tensor | None:
+        if self._start == 0:
+            self._order = self._batches.draw_order()
+        return self._order
 
 
 class Cycle:
@@ -147,6 +182,12 @@ class Cycle:
         self.taken = 0
         self._batches = self._begin()
         return self.take()
+
+    def take_several(self, count: int) -> list[Any]:
+        """The next ``count`` batches; in one gather if the loader can."""
+        found = self._batches.take(count) if isinstance(self._batches, Pass) else []
+        self.taken += len(found)
+        return found or [self.take() for _ in range(count)]
 
     def place(self) -> dict[str, Tensor]:
         """The random state at the start of this pass and now, and the batches taken in between."""

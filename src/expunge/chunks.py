@@ -74,8 +74,14 @@ class Chunk:
         object.__setattr__(self, "whole", all(part.whole for part in self.parts))
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The chunk's coordinates of a list of tensors, in float64."""
-        copy_all(self.places, self._select(tensors))
+        """The chunk's coordinates of a list of tensors, in float64.
+
+        A single tensor in the shape of the work vector is that vector, not in parts.
+        """
+        if len(tensors) == 1 and tensors[0].shape == self.work.shape:
+            self.work.copy_(tensors[0])
+        else:
+            copy_all(self.places, self._select(tensors))
         return self.work
 
     def scatter(self, tensors: Sequence[Tensor]) -> None:

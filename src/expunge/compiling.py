@@ -75,7 +75,7 @@ def plan_steps(
         note = "the model computes its own loss"
     elif not (note := find_obstacle(model, loader)):
         seconds = estimate_step(model, loader)
-        if compile is True or (steps * seconds >= PAYS_AFTER and loader.inputs.is_cpu):
+        if compile is True or (pays(steps, seconds) and loader.inputs.is_cpu):
             most = min(steps, len(loader.inputs) // loader.batch_size)
             unrolled = min(UNROLLED if seconds < SHORT_STEP else 1, most)
             return CompiledSteps(model, loader, optimizing, loss_fn, unrolled)
@@ -135,6 +135,11 @@ def estimate_step(model: nn.Module, batches: Batches) -> float:
     except Exception:  # the uncompiled run will say what is wrong, if anything is
         operations = 0
     return STEP_OVERHEAD + 3 * operations * batches.batch_size / size / OPERATIONS_PER_SECOND
+
+
+def pays(steps: int, seconds: float) -> bool:
+    """Whether so many steps are long enough for compiling them."""
+    return steps * seconds >= PAYS_AFTER
 
 
 def _count_operations(model: nn.Module, x: Tensor) -> int:

@@ -58,17 +58,33 @@ class Drawing:
             )
         self._next = number + 1
         if number >= self._last:
-            self._first = number
-            self._last = min(number + len(self._rows), len(self._levels))
-            self._draw_ahead()
+            self._draw_ahead(number)
         return self._rows[number - self._first]
 
-    def _draw_ahead(self) -> None:
-        """The rows of steps first to last; steps without noise have none."""
-        start = 0
-        for std, group in itertools.groupby(self._levels[self._first : self._last]):
+    def preview(self, number: int, count: int) -> Array:
+        """The noise of steps ``number`` to ``number + count``, one row each, before it is taken."""
+        if number + count > self._last:
+            held = self._rows[number - self._first : self._last - self._first].copy()
+            if len(self._rows) < count:
+                self._rows = np.empty((count, self._size))
+            self._rows[: len(held)] = held
+            self._draw_ahead(number, len(held))
+        start = number - self._first
+        return self._rows[start : start + count]
+
+    def _draw_ahead(self, number: int, held: int = 0) -> None:
+        """As many rows as there are, from step ``number`` on; steps without noise have zeros.
+
+        The first ``held`` rows are there already: no value is drawn twice.
+        """
+        self._first = number
+        self._last = min(number + len(self._rows), len(self._levels))
+        start = held
+        for std, group in itertools.groupby(self._levels[number + held : self._last]):
             stop = start + len(list(group))
+            rows = self._rows[start:stop]
             if std > 0:
-                step = self._first + start
-                self._stream.draw(self._rows[start:stop], step=step, position=0, std=std)
+                self._stream.draw(rows, step=number + start, position=0, std=std)
+            else:
+                rows.fill(0.0)
             start = stop

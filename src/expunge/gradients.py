@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from expunge.batching import Batches, LossFunction
 from expunge.compiling import (
-    PAYS_AFTER,
     SHORT_STEP,
     Compile,
     allow_compiling,
@@ -29,6 +28,7 @@ from expunge.compiling import (
     find_obstacle,
     is_close,
     make_compiled,
+    pays,
 )
 from expunge.randomness import capture_random, restore_random
 
@@ -69,7 +69,7 @@ def _pays(model: nn.Module, batches: Batches | None, steps: int) -> bool:
     if batches is None or not batches.inputs.is_cpu:
         return False
     seconds = estimate_step(model, batches)
-    return seconds >= SHORT_STEP and seconds * steps >= PAYS_AFTER
+    return seconds >= SHORT_STEP and pays(steps, seconds)
 
 
 class CompiledGradients:
@@ -86,7 +86,7 @@ class CompiledGradients:
 
     def compute(self, batch: Any) -> list[Tensor]:
         """The gradient at the model's present parameters."""
-        kind = _describe(batch)
+        kind = describe_batch(batch)
         if self.note or kind is None or self._kind not in (None, kind):
             return self._compute(batch)
         if self._kind is None:
@@ -122,7 +122,7 @@ class CompiledGradients:
         return gradients
 
 
-def _describe(batch: Any) -> list[Any] | None:
+def describe_batch(batch: Any) -> list[Any] | None:
     """Shapes and types of a pair of tensors; None for any other batch."""
     if not isinstance(batch, tuple | list):
         return None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from expunge.batching import Cycle, LossFunction, compute_loss, count_examples, move_batch
@@ -19,14 +21,15 @@ from expunge.checkpoint import Progress, load_checkpoint, remove_leftovers, save
 from expunge.compiling import Compile
 from expunge.drawing import Drawing
 from expunge.errors import UnlearningError
-from expunge.gradients import plan_gradients
+from expunge.gradients import CompiledGradients, plan_gradients
 from expunge.noise import Noise
 from expunge.precision import NoisyRecipe, choose_precision, list_levels
 from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
 from expunge.record import Trace
 from expunge.subject import Subject
-from expunge.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Norms, Update
+from expunge.unrolling import UnrolledSteps, plan_unrolled
+from expunge.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Norms, Update, lower
 
 if TYPE_CHECKING:
     from expunge.teamwork import Team
@@ -64,15 +67,8 @@ class Loop:
         self.columns = np.zeros((max(self.steps, 1), 7))
         self.done = self.noise_keys = self.resumed = self.gradient_evaluations = 0
         self._cycle: Cycle | None = None
-        self._compiled = plan_gradients(
-            compile if team is None else False,
-            subject.model,
-            list(subject.certified),
-            loader,
-            loss_fn,
-            self.steps,
-            lambda batch: compute_gradients(subject, batch, loss_fn),
-        )
+        self._compile: Compile = compile if team is None else False
+        self._compiled: CompiledGradients | None = None
         self._place: dict[str, Tensor] | None = None
 
     def begin(self, path: Path | None, identity: dict[str, Any]) -> None:
@@ -103,28 +99,47 @@ class Loop:
         """All remaining steps; the state goes to ``path`` every so many seconds and at the end."""
         saved = time.monotonic()
         if not isinstance(self.recipe, OutputPerturbation):
-            T = self.steps
-            gamma, sigma = (
-                schedule(self.recipe.learning_rate, T),
-                schedule(self.recipe.noise_std, T),
-            )
             self._cycle = Cycle(self.loader, self._place, keep=path is not None)
-            for t in show_progress(range(self.done, T), T, "unlearning", progress):
-                self._step(self.recipe, self._cycle, t, float(gamma[t]), float(sigma[t]))
-                stop = self._tell(on_step)
-                due = self.done < T and time.monotonic() - saved >= seconds
-                if self.team is not None:
-                    stop, due = self.team.heed(stop, due)
-                    self._agree()
-                if path is not None and (due or stop is not None):
-                    self._save(path, identity)
-                    saved = time.monotonic()
-                if stop is not None:
-                    raise stop
+            steps = self._take_steps(self.recipe, self._cycle, on_step is None, progress)
+            with contextlib.closing(steps):
+                for _ in steps:
+                    stop = self._tell(on_step)
+                    due = self.done < self.steps and time.monotonic() - saved >= seconds
+                    if self.team is not None:
+                        stop, due = self.team.heed(stop, due)
+                        self._agree()
+                    if path is not None and (due or stop is not None):
+                        self._save(path, identity)
+                        saved = time.monotonic()
+                    if stop is not None:
+                        raise stop
         elif self.team is not None:
             self._agree()
         if path is not None:
             self._save(path, identity)
+
+    def _take_steps(
+        self,
+        recipe: GradientClipping | ModelClipping,
+        cycle: Cycle,
+        alone: bool,
+        progress: bool,
+    ) -> Generator[None]:
+        """The remaining steps, by one or, where nobody looks in between, by several."""
+        gamma = schedule(recipe.learning_rate, self.steps)
+        sigma = schedule(recipe.noise_std, self.steps)
+        with self._plan(recipe, alone=alone) or contextlib.nullcontext() as unrolled:
+            count = 1 if unrolled is None else unrolled.unrolled
+            remaining = range(self.done, self.steps)
+            for t in show_progress(remaining, self.steps, "unlearning", progress):
+                if t < self.done:
+                    continue
+                updates = _list_updates(recipe, gamma[t : t + count], sigma[t : t + count], t)
+                if unrolled is not None and len(updates) == count:
+                    self._advance(unrolled, cycle, updates)
+                else:
+                    self._step(cycle.take(), updates[0])
+                yield
 
     def _tell(self, on_step: OnStep | None) -> KeyboardInterrupt | None:
         """Tell of a step that is done; whoever is told may ask to stop here."""
@@ -151,28 +166,62 @@ class Loop:
             return self.noise.describe()
         return {"source": "none", "generator": None, "releasable": False, "seed": None}
 
-    def _step(
-        self,
-        recipe: GradientClipping | ModelClipping,
-        cycle: Cycle,
-        t: int,
-        gamma: float,
-        sigma: float,
-    ) -> None:
+    def _plan(
+        self, recipe: GradientClipping | ModelClipping, *, alone: bool
+    ) -> UnrolledSteps | None:
+        """Several steps as one where nobody looks in between; else compiled gradients, or none."""
+        subject, loss_fn = self.subject, self.loss_fn
+
+        def compute(batch: Any) -> list[Tensor]:
+            return compute_gradients(subject, batch, loss_fn)
+
+        planned = None
+        if alone:
+            planned = plan_unrolled(
+                self._compile, subject, self.vector, recipe, self.loader, loss_fn, compute
+            )
+        if planned is None:
+            names = list(subject.certified)
+            self._compiled = plan_gradients(
+                self._compile, subject.model, names, self.loader, loss_fn, self.steps, compute
+            )
+        return planned
+
+    def _step(self, taken: Any, update: Update) -> None:
         """x_{t+1} = Π_R(x_t - γ_t (clip(g_t) + λ (x_t - c))) + N(0, σ_t² I)."""
-        match recipe:
-            case GradientClipping(grad_clip=bound, model_clip=R):
-                radius = math.inf if R is None else R
-            case ModelClipping(model_clip=radius):
+        gradients, examples = self._differentiate(taken, update.number - 1)
+        self._descend(gradients, examples, update)
+
+    def _descend(self, gradients: Sequence[Tensor], examples: int, update: Update) -> None:
+        """The step with this gradient; ``update.clip`` may ask for a smaller factor than C1's."""
+        match self.recipe:
+            case GradientClipping(grad_clip=bound):
+                pass
+            case _:
                 bound = math.inf
-        gradients, examples = self._differentiate(cycle.take(), t)
         norm = self.vector.gradient_norm(gradients)
-        clip = self.vector.clip_factor(norm, bound)
-        update = Update(gamma, recipe.weight_decay, clip, radius, sigma, t + 1)
+        clip = lower(self.vector.clip_factor(norm, bound), update.clip)
+        update = update._replace(clip=clip)
         norms = self.vector.step(gradients, update)
         self._note(update, norm, norms)
         self.gradient_evaluations += examples
-        self.done = t + 1
+        self.done = update.number
+
+    def _advance(self, unrolled: UnrolledSteps, cycle: Cycle, updates: Sequence[Update]) -> None:
+        """Several steps: proposed by compiled code, replayed here as far as both agree."""
+        batches = cycle.take_several(len(updates))
+        with unrolled.proposing(batches, updates) as proposals:
+            for place, proposal in enumerate(proposals):
+                batch, update = batches[place], updates[place]
+                if not unrolled.accept(proposal, batch, place):
+                    break
+                hints = update._replace(clip=proposal.clip, shrink=proposal.shrink)
+                self._descend([proposal.gradient], len(batch[0]), hints)
+                if not torch.equal(unrolled.vector.cells, proposal.cells):
+                    break
+        agreed = self.done + 1 - updates[0].number
+        for batch, update in zip(batches[agreed:], updates[agreed:], strict=True):
+            self._step(batch, update)
 
     def _differentiate(self, taken: Any, t: int) -> tuple[list[Tensor], int]:
         """The mean gradient of a batch, and its number of examples, in all processes together."""
@@ -256,6 +305,20 @@ def compute_gradients(
             g = torch.zeros_like(p)
         gradients.append(g if g.layout is torch.strided else g.to_dense())
     return gradients
+
+
+def _list_updates(
+    recipe: GradientClipping | ModelClipping,
+    gamma: NDArray[np.float64],
+    sigma: NDArray[np.float64],
+    t: int,
+) -> list[Update]:
+    """The steps from t on as the vector sees them, but for the clips of their gradients."""
+    radius = math.inf if recipe.model_clip is None else recipe.model_clip
+    return [
+        Update(rate, recipe.weight_decay, 1.0, radius, std, t + 1 + i)
+        for i, (rate, std) in enumerate(zip(gamma.tolist(), sigma.tolist(), strict=True))
+    ]
 
 
 def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -15,8 +15,9 @@ worked through in chunks.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,7 +29,7 @@ from expunge.drawing import Drawing
 from expunge.precision import LARGEST_CELL, norm_margin
 
 CHUNK = 1 << 15  # as long as torch works on in one thread
-_TINY = 2.0**-530
+LOST = 2.0**-500  # a larger coordinate has a square that is not lost, even where denormals are
 _LARGEST = 1e308
 
 
@@ -37,7 +38,8 @@ class Update(NamedTuple):
 
     ``x - c ← Π_radius(decay · (x - c) - rate · gradient) + N(0, noise_std² I)``; ``rate`` includes
     the clip factor, 0 drops the gradient; ``learning_rate`` and ``weight_decay`` are what plain
-    SGD, which has no other clip, is written with.
+    SGD, which has no other clip, is written with. ``shrink`` is a factor to project by, taken
+    where it is smaller than the projection's own.
     """
 
     learning_rate: float
@@ -46,6 +48,7 @@ class Update(NamedTuple):
     radius: float
     noise_std: float
     number: int
+    shrink: float = 1.0
 
     @property
     def decay(self) -> float:
@@ -74,8 +77,17 @@ def clip_factor(norm: float, bound: float, size: int) -> float:
     """
     if not math.isfinite(norm):
         return 0.0
-    largest = norm * (1 + norm_margin(size)) + math.sqrt(size) * _TINY
+    largest = norm * (1 + norm_margin(size)) + math.sqrt(size) * LOST
     return 1.0 if largest <= bound else bound / largest * (1 - 2.0**-50)
+
+
+def lower(allowed: float, proposed: float) -> float:
+    """``proposed`` if it is a factor of at most what is allowed, else what is allowed.
+
+    >>> lower(0.5, 0.4), lower(0.5, 0.6), lower(0.5, math.nan), lower(0.5, -1.0)
+    (0.4, 0.5, 0.5, 0.5)
+    """
+    return proposed if 0 <= proposed <= allowed else allowed
 
 
 def truncate_cells(cells: Tensor) -> Tensor:
@@ -111,7 +123,7 @@ class GridVector:
         self._centre = None if centre is None else [c.detach() for c in centre]
         self._cells = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         self._chunks = cut(self._cells, [p.shape for p in self.parameters], CHUNK)
-        self._held = False
+        self._held = self._deferred = False
 
     def start(self, radius: float) -> float:
         """x_0 = Π_radius(x̂), then rounded towards the centre; returns ‖x̂ - c‖."""
@@ -160,7 +172,7 @@ class GridVector:
         self._held = False
         norm, factor = self._root(squares) * self.grid, 1.0
         if projected:
-            factor = self.clip_factor(norm, update.radius)
+            factor = lower(self.clip_factor(norm, update.radius), update.shrink)
             for chunk in self._chunks:
                 self._shrink(chunk.cells, factor)
                 noise += self._finish(chunk, update, math.inf)
@@ -170,6 +182,26 @@ class GridVector:
         """x ← x + N(0, σ² I): the start noise, or output perturbation's one draw."""
         return self.step([], Update(0.0, 0.0, 0.0, math.inf, noise_std, number))
 
+    @property
+    def cells(self) -> Tensor:
+        """k."""
+        return self._cells
+
+    @contextlib.contextmanager
+    def writing_later(self) -> Generator[None]:
+        """Steps inside leave the parameters alone, until ``write`` or the end."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+            self.write()
+
+    def write(self) -> None:
+        """The parameters of the present cells."""
+        for chunk in self._chunks:
+            self._write(chunk)
+
     def state(self) -> dict[str, Tensor]:
         """All that a run must keep to go on from here."""
         return {"cells": self._cells}
@@ -177,8 +209,7 @@ class GridVector:
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from ``state``."""
         self._cells.copy_(state["cells"])
-        for chunk in self._chunks:
-            self._write(chunk)
+        self.write()
 
     def _square(self, v: Tensor) -> Any:
         """‖v‖² of a chunk: a number on the CPU, else a tensor."""
@@ -217,7 +248,8 @@ class GridVector:
             isinstance(square, float) and math.sqrt(square) + math.sqrt(noise) < LARGEST_CELL / 2
         ):
             chunk.saturate(LARGEST_CELL)
-        self._write(chunk)
+        if not self._deferred:
+            self._write(chunk)
         return noise
 
     def _write(self, chunk: Chunk) -> None:
