@@ -4,7 +4,7 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -125,11 +125,9 @@ def forget_start_clip(patch):
 def clip_each_tensor(patch):
     bound = [math.inf]
 
-    def step(self, recipe, *rest, step=Loop._step):
-        if isinstance(recipe, GradientClipping):
-            bound[0] = recipe.grad_clip
-            recipe = replace(recipe, grad_clip=math.inf)
-        step(self, recipe, *rest)
+    def begin(self, *rest, begin=Loop.begin):
+        bound[0] = getattr(self.recipe, "grad_clip", math.inf)
+        begin(self, *rest)
 
     def compute(subject, *rest, compute=expunge.stepping.compute_gradients):
         scaled = []
@@ -137,10 +135,10 @@ def clip_each_tensor(patch):
             dims = tuple(range(isinstance(subject, StackedSubject), g.ndim))
             norm = torch.linalg.vector_norm(g, dim=dims, keepdim=True)
             scaled.append(g * (bound[0] / norm.clamp_min(1e-300)).clamp_max(1.0))
-        bound[0] = math.inf
         return scaled
 
-    patch.setattr(Loop, "_step", step)
+    patch.setattr(Loop, "begin", begin)
+    patch.setattr(Loop, "_bound", math.inf)
     patch.setattr(expunge.stepping, "compute_gradients", compute)
 
 

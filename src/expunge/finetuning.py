@@ -13,6 +13,7 @@ from typing import Any
 
 from expunge.ensembles import train_many
 from expunge.errors import InputError
+from expunge.record import Commitment
 from expunge.training import InMemory, write_fine_tuning
 from expunge.unlearning import Run, commit_disjoint
 
@@ -29,7 +30,8 @@ def fine_tune_many(
 
     ``data`` is for all runs, or one set for each; ``options`` are those of
     :func:`expunge.ensembles.train_many`. The identifiers of each set are committed to, and must
-    not meet the run's ``forget_ids`` when both are known.
+    not meet the run's ``forget_ids`` when both are known. Runs that share a set share the
+    commitment to it.
 
     >>> import torch
     >>> from types import SimpleNamespace
@@ -49,11 +51,19 @@ def fine_tune_many(
     for name, given in (("data sets", sets), ("forget_ids", known)):
         if len(given) != len(runs):
             raise InputError.of(f"number of {name}", len(given), f"{len(runs)}, as many as runs")
-    retained = [
-        commit_disjoint(forgotten, getattr(each, "ids", None))[1]
-        for forgotten, each in zip(known, sets, strict=True)
-    ]
+    retained = _commit_each(known, sets)
     models = [copy.deepcopy(run.model) for run in runs]
     logs = train_many(models, sets, seeds=seeds, **options)
     each = zip(runs, models, logs, retained, strict=True)
     return [write_fine_tuning(*given) for given in each]
+
+
+def _commit_each(
+    forgotten: Sequence[Iterable[str | int] | None], sets: Sequence[InMemory]
+) -> list[Commitment | None]:
+    """A commitment to the identifiers of each set; one for a set that is given several times."""
+    found: dict[int, Commitment | None] = {}
+    for ids, data in zip(forgotten, sets, strict=True):
+        if ids is not None or id(data) not in found:
+            found[id(data)] = commit_disjoint(ids, getattr(data, "ids", None))[1]
+    return [found[id(data)] for data in sets]

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from numbers import Integral
@@ -68,18 +69,14 @@ def commit(ids: Iterable[str | int], salt: str | None = None) -> Commitment:
     """
     salt = secrets.token_hex(32) if salt is None else salt
     _check_digest("salt", salt)
-    prefix = hashlib.sha256(b"expunge/id\0" + bytes.fromhex(salt))
-    leaves: list[bytes] = []
-    seen: set[str] = set()
-    for given in ids:
-        name = _identifier(given)
-        if name in seen:
-            raise InputError.of("ids", name, "a set: this identifier occurs twice")
-        seen.add(name)
-        leaf = prefix.copy()
-        leaf.update(name.encode("utf-8", "surrogatepass"))
-        leaves.append(leaf.digest())
-    leaves.sort()
+    prefix, sha256 = b"expunge/id\0" + bytes.fromhex(salt), hashlib.sha256
+    names = [given if type(given) is str else _identifier(given) for given in ids]
+    if len(set(names)) < len(names):
+        twice = next(name for name, count in Counter(names).items() if count > 1)
+        raise InputError.of("ids", twice, "a set: this identifier occurs twice")
+    leaves = sorted(
+        sha256(prefix + name.encode("utf-8", "surrogatepass")).digest() for name in names
+    )
     header = b"expunge/ids\0" + bytes.fromhex(salt) + len(leaves).to_bytes(8, "little")
     root = hashlib.sha256(header + b"".join(leaves)).hexdigest()
     return Commitment(root=root, count=len(leaves), salt=salt)

@@ -28,7 +28,7 @@ from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
 from expunge.record import Trace
 from expunge.subject import Subject
-from expunge.unrolling import UnrolledSteps, plan_unrolled
+from expunge.unrolling import Proposal, UnrolledSteps, plan_unrolled
 from expunge.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Norms, Update, lower
 
 if TYPE_CHECKING:
@@ -192,16 +192,25 @@ class Loop:
         gradients, examples = self._differentiate(taken, update.number - 1)
         self._descend(gradients, examples, update)
 
-    def _descend(self, gradients: Sequence[Tensor], examples: int, update: Update) -> None:
-        """The step with this gradient; ``update.clip`` may ask for a smaller factor than C1's."""
-        match self.recipe:
-            case GradientClipping(grad_clip=bound):
-                pass
-            case _:
-                bound = math.inf
+    @property
+    def _bound(self) -> float:
+        """C1."""
+        return self.recipe.grad_clip if isinstance(self.recipe, GradientClipping) else math.inf
+
+    def _descend(
+        self,
+        gradients: Sequence[Tensor],
+        examples: int,
+        update: Update,
+        proposal: Proposal | None = None,
+    ) -> None:
+        """The step with this gradient; a proposal may have smaller factors than the clips have."""
         norm = self.vector.gradient_norm(gradients)
-        clip = lower(self.vector.clip_factor(norm, bound), update.clip)
-        update = update._replace(clip=clip)
+        clip = self.vector.clip_factor(norm, self._bound)
+        if proposal is None:
+            update = update._replace(clip=clip)
+        else:
+            update = update._replace(clip=lower(clip, proposal.clip), shrink=proposal.shrink)
         norms = self.vector.step(gradients, update)
         self._note(update, norm, norms)
         self.gradient_evaluations += examples
@@ -215,8 +224,7 @@ class Loop:
                 batch, update = batches[place], updates[place]
                 if not unrolled.accept(proposal, batch, place):
                     break
-                hints = update._replace(clip=proposal.clip, shrink=proposal.shrink)
-                self._descend([proposal.gradient], len(batch[0]), hints)
+                self._descend([proposal.gradient], len(batch[0]), update, proposal)
                 if not torch.equal(unrolled.vector.cells, proposal.cells):
                     break
         agreed = self.done + 1 - updates[0].number

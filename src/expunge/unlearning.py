@@ -226,7 +226,7 @@ def commit_disjoint(
     forget = None if forget_ids is None else _plain(forget_ids)
     retain = None if retain_ids is None else _plain(retain_ids)
     if forget is not None and retain is not None:
-        both = {str(i) for i in forget} & {str(i) for i in retain}
+        both = {str(i) for i in forget}.intersection(map(str, retain))
         if both:
             raise InputError(
                 f"retain_ids holds {min(both)!r}, which is in forget_ids too "
@@ -239,8 +239,9 @@ def commit_disjoint(
 
 
 def _plain(ids: Iterable[Any]) -> Sequence[str | int]:
-    values = ids.tolist() if isinstance(ids, np.ndarray | Tensor) else list(ids)
-    return [str(value) if isinstance(value, np.str_) else value for value in values]
+    if isinstance(ids, np.ndarray | Tensor):
+        return ids.tolist()
+    return [str(value) if isinstance(value, np.str_) else value for value in ids]
 
 
 def _hash_named(subject: Subject, hash_state: Callable[[Mapping[str, Tensor]], str]) -> str | None:

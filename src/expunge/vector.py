@@ -48,7 +48,7 @@ class Update(NamedTuple):
     radius: float
     noise_std: float
     number: int
-    shrink: float = 1.0
+    shrink: float | None = None
 
     @property
     def decay(self) -> float:
@@ -172,7 +172,8 @@ class GridVector:
         self._held = False
         norm, factor = self._root(squares) * self.grid, 1.0
         if projected:
-            factor = lower(self.clip_factor(norm, update.radius), update.shrink)
+            factor = self.clip_factor(norm, update.radius)
+            factor = factor if update.shrink is None else lower(factor, update.shrink)
             for chunk in self._chunks:
                 self._shrink(chunk.cells, factor)
                 noise += self._finish(chunk, update, math.inf)
