@@ -142,6 +142,7 @@ def measure_noise(recipe: Noisy) -> float:
     return sigma * math.sqrt(sum(rho ** (2 * k) for k in range(recipe.steps)))
 
 
+@functools.cache
 def find_epsilon(recipe: Noisy) -> float:
     """The ε that is true of a recipe at δ = 1e-5."""
     return guarantee(recipe, delta=DELTA).epsilon

@@ -10,6 +10,7 @@ beside them.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 import subprocess
@@ -236,13 +237,14 @@ def make_start(
     retain, forget = problem.parts
     recipe = _recipe(case, problem, size)
     assert recipe is not None
+    certified = case.arm.version == "certified"  # the others get no certificate that names a set
     loader = Batches(
         retain.inputs,
         retain.targets,
         batch_size=problem.setting.batch_size,
         generator=torch.Generator().manual_seed(3_000 + case.seed),
         prepare=problem.prepare,
-        ids=retain.ids,
+        ids=retain.ids if certified else None,
     )
     return unlearn(
         load_model(problem, model_seed, store.folder / "models"),
@@ -251,7 +253,7 @@ def make_start(
         loss_fn=nn.functional.cross_entropy,
         noise=SeededNoise(case.seed),
         start="centre" if case.arm.version == "centre" else "model",
-        forget_ids=forget.ids,
+        forget_ids=forget.ids if certified else None,
         compile=False,
     )
 
@@ -298,6 +300,7 @@ def keep_certificate(run: Run, case: Case, store: Store) -> dict[str, Any]:
     return {"certificate": path.name, "certified_epsilon": certificate.epsilon}
 
 
+@functools.cache
 def find_commit() -> str:
     """The commit of the code that ran."""
     done = subprocess.run(
