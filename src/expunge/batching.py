@@ -112,24 +112,28 @@ class Pass(Iterator[tuple[Tensor, Tensor]]):
         self._stop = len(batches) * batches.batch_size
         self._order: Tensor | None = None
 
+    @property
+    def ended(self) -> bool:
+        """Whether every batch was taken."""
+        return self._start >= self._stop
+
     def __next__(self) -> tuple[Tensor, Tensor]:
-        if self._start >= self._stop:
+        if self.ended:
             raise StopIteration
         x, y = self._batches.fetch(self._find_order(), self._start)
         self._start += self._batches.batch_size
         return self._batches.make_ready(x), y
 
     def take(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """The next ``count`` batches in one gather, or nothing if so many whole ones are not left.
-
-        They are the batches that would come one by one, but for what a random ``prepare`` draws.
+        """The next ``count`` batches in one gather, not made ready yet; nothing if so many whole
+        ones are not left.
         """
         stop = self._start + count * self._batches.batch_size
         if stop > len(self._batches.inputs):
             return []
         found = self._batches.fetch_several(self._find_order(), self._start, count)
         self._start = stop
-        return [(self._batches.make_ready(x), y) for x, y in found]
+        return found
 
     def _find_order(self) -> Tensor | None:
         if self._start == 0:
@@ -179,21 +183,29 @@ class Cycle:
                 f"the loader ended after {self.taken} batches and cannot be read again; "
                 "give a loader or list that can, or one batch per step"
             )
-        self.taken = 0
-        self._batches = self._begin()
+        self._begin_again()
         return self.take()
 
-    def take_several(self, count: int) -> list[Any]:
-        """The next ``count`` batches; in one gather if the loader can."""
-        found = self._batches.take(count) if isinstance(self._batches, Pass) else []
+    def take_several(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """The next ``count`` batches in memory, not made ready yet; nothing where ``Pass`` has
+        nothing."""
+        if not isinstance(self._batches, Pass):
+            return []
+        if self._batches.ended and self.taken > 0:
+            self._begin_again()
+        found = self._batches.take(count)
         self.taken += len(found)
-        return found or [self.take() for _ in range(count)]
+        return found
 
     def place(self) -> dict[str, Tensor]:
         """The random state at the start of this pass and now, and the batches taken in between."""
         place = {f"pass.{name}": tensor for name, tensor in self._pass_start.items()}
         place |= {f"now.{name}": t for name, t in capture_random(self._generator).items()}
         return place | {"taken": torch.tensor(self.taken)}
+
+    def _begin_again(self) -> None:
+        self.taken = 0
+        self._batches = self._begin()
 
     def _begin(self) -> Iterator[Any]:
         if self.keep:

@@ -86,7 +86,7 @@ class CompiledGradients:
 
     def compute(self, batch: Any) -> list[Tensor]:
         """The gradient at the model's present parameters."""
-        kind = describe_batch(batch)
+        kind = _describe(batch)
         if self.note or kind is None or self._kind not in (None, kind):
             return self._compute(batch)
         if self._kind is None:
@@ -122,7 +122,7 @@ class CompiledGradients:
         return gradients
 
 
-def describe_batch(batch: Any) -> list[Any] | None:
+def _describe(batch: Any) -> list[Any] | None:
     """Shapes and types of a pair of tensors; None for any other batch."""
     if not isinstance(batch, tuple | list):
         return None

@@ -219,6 +219,9 @@ class Loop:
     def _advance(self, unrolled: UnrolledSteps, cycle: Cycle, updates: Sequence[Update]) -> None:
         """Several steps: proposed by compiled code, replayed here as far as both agree."""
         batches = cycle.take_several(len(updates))
+        if not batches:
+            self._step(cycle.take(), updates[0])
+            return
         with unrolled.proposing(batches, updates) as proposals:
             for place, proposal in enumerate(proposals):
                 batch, update = batches[place], updates[place]
@@ -229,7 +232,7 @@ class Loop:
                     break
         agreed = self.done + 1 - updates[0].number
         for batch, update in zip(batches[agreed:], updates[agreed:], strict=True):
-            self._step(batch, update)
+            self._step(unrolled.make_ready(batch), update)
 
     def _differentiate(self, taken: Any, t: int) -> tuple[list[Tensor], int]:
         """The mean gradient of a batch, and its number of examples, in all processes together."""

@@ -23,7 +23,6 @@ import contextlib
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,9 @@ from expunge.batching import Batches, LossFunction
 from expunge.compiling import (
     SHORT_STEP,
     UNROLLED,
+    Batch,
     Compile,
+    Prepare,
     allow_compiling,
     check_compile,
     differentiate,
@@ -45,14 +46,12 @@ from expunge.compiling import (
     make_compiled,
     pays,
 )
-from expunge.gradients import Compute, describe_batch
+from expunge.gradients import Compute
 from expunge.precision import norm_margin
 from expunge.randomness import capture_random, restore_random
 from expunge.recipes import GradientClipping, ModelClipping
 from expunge.subject import Subject
 from expunge.vector import CHUNK, LOST, CertifiedVector, GridVector, Update
-
-Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def plan_unrolled(
         or not (compile is True or pays(recipe.steps, seconds))
     ):
         return None
-    return UnrolledSteps(subject, recipe, vector, loss_fn, compute, unrolled)
+    return UnrolledSteps(subject, recipe, vector, loader, loss_fn, compute, unrolled)
 
 
 class UnrolledSteps:
@@ -103,11 +102,12 @@ class UnrolledSteps:
         subject: Subject,
         recipe: GradientClipping | ModelClipping,
         vector: GridVector,
+        batches: Batches,
         loss_fn: LossFunction,
         compute: Compute,
         unrolled: int,
     ) -> None:
-        self.note, self.unrolled = "", unrolled
+        self.note, self.unrolled, self._batches = "", unrolled, batches
         self._model, self._loss_fn, self._compute = subject.model, loss_fn, compute
         self._names, self.vector = list(subject.certified), vector
         self._point = [p.detach() for p in subject.certified.values()]
@@ -121,7 +121,7 @@ class UnrolledSteps:
         margin, lost = 1 + 3 * norm_margin(vector.size), math.sqrt(vector.size) * LOST
         self._numbers = _list_numbers([vector.grid, bound, radius, margin, lost])
         self._projected = radius < math.inf
-        self._kind: list[Any] | None = None
+        self._begun = False
         self._random: dict[str, Tensor] | None = None
         self._settings = contextlib.ExitStack()
 
@@ -133,9 +133,9 @@ class UnrolledSteps:
 
     @contextlib.contextmanager
     def proposing(
-        self, batches: Sequence[Any], updates: Sequence[Update]
+        self, batches: Sequence[Batch], updates: Sequence[Update]
     ) -> Generator[list[Proposal]]:
-        """The steps from the vector's present cells; none if these batches are not all alike.
+        """The steps from the vector's present cells; none if they cannot be compiled.
 
         Replay them inside; the parameters are the vector's again at the end.
         """
@@ -145,12 +145,15 @@ class UnrolledSteps:
             restore_random(self._random)
             self._random = None
 
-    def _propose(self, batches: Sequence[Any], updates: Sequence[Update]) -> list[Proposal]:
-        kinds = [describe_batch(batch) for batch in batches]
-        first = self._kind is None
-        if self.note or None in kinds or any(kind != (self._kind or kinds[0]) for kind in kinds):
+    def make_ready(self, batch: Batch) -> Batch:
+        """A batch as it was taken, as the model takes it."""
+        return self._batches.make_ready(batch[0]), batch[1]
+
+    def _propose(self, batches: Sequence[Batch], updates: Sequence[Update]) -> list[Proposal]:
+        if self.note:
             return []
-        self._kind, before = kinds[0], capture_random() if first else {}
+        first, self._begun = not self._begun, True
+        before = capture_random() if first else {}
         try:
             with allow_compiling() if first else contextlib.nullcontext():
                 found = self._call(batches, updates)
@@ -163,12 +166,12 @@ class UnrolledSteps:
             self._settings.enter_context(forbid_recompiling())
         return found
 
-    def accept(self, proposal: Proposal, batch: Any, place: int) -> bool:
+    def accept(self, proposal: Proposal, batch: Batch, place: int) -> bool:
         """Whether a gradient may be used: the run's first two if uncompiled ones are close."""
         if self._random is None or place > 1:
             return True
         self.vector.write()
-        found = self._compute(batch)
+        found = self._compute(self.make_ready(batch))
         parts = proposal.gradient.split([g.numel() for g in found])
         pairs = zip(found, parts, strict=True)
         if all(is_close(torch.zeros_like(g), g, other.view(g.shape)) for g, other in pairs):
@@ -176,7 +179,7 @@ class UnrolledSteps:
         self.note = "compiled and uncompiled gradients differ"
         return False
 
-    def _call(self, batches: Sequence[Any], updates: Sequence[Update]) -> list[Proposal]:
+    def _call(self, batches: Sequence[Batch], updates: Sequence[Update]) -> list[Proposal]:
         drawing = self.vector.drawing
         assert drawing is not None
         noise = torch.from_numpy(drawing.preview(updates[0].number, len(updates)))
@@ -190,11 +193,12 @@ class UnrolledSteps:
                 self._centre,
                 self.vector.cells,
                 noise,
-                [tuple(batch) for batch in batches],
+                list(batches),
                 rates,
                 decays,
                 self._numbers,
                 self._projected,
+                self._batches.prepare,
                 self._loss_fn,
             )
         rows = zip(gradients, factors.tolist(), cells, strict=True)
@@ -213,6 +217,7 @@ def take_steps(
     decays: Tensor,
     numbers: Tensor,
     projected: bool,
+    prepare: Prepare | None,
     loss_fn: LossFunction,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
     """What is compiled: k ← Q(Π(ρ k - (γ clip / g) · gradient)) + noise, for each batch.
@@ -230,7 +235,8 @@ def take_steps(
         parts = [
             part.view(p.shape).to(p.dtype) for part, p in zip(x.split(sizes), point, strict=True)
         ]
-        found, _ = differentiate(model, names, parts, inputs, targets, loss_fn)
+        ready = inputs if prepare is None else prepare(inputs)
+        found, _ = differentiate(model, names, parts, ready, targets, loss_fn)
         g = torch.cat([tensor.reshape(-1).double() for tensor in found])
         clip, shrink = _clip(torch.sqrt((g * g).sum()), bound, margin, lost), one
         k = k * decays[i] - g * (rates[i] * clip / grid)
