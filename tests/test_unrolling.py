@@ -1,4 +1,4 @@
-"""Several certified steps compiled as one: the plain run seed for seed, and nothing believed.
+"""Several certified steps compiled as one: the plain run seed for seed, and proposals only.
 
 What was captured is run operation by operation (the backend "aot_eager"), which takes no compiler
 and no time; one test compiles for real.
@@ -22,6 +22,7 @@ from expunge import (
     ModelClipping,
     SeededNoise,
     compiling,
+    drawing,
     gradients,
     stepping,
     unlearn,
@@ -29,6 +30,7 @@ from expunge import (
 )
 from expunge.checking import find_contradictions
 from expunge.drawing import Drawing
+from expunge.noise import NoiseStream
 from expunge.tasks.networks import dense_net
 
 MAKE = compiling.make_compiled
@@ -142,7 +144,7 @@ def check_runs(expected: Any, found: Any) -> None:
     assert (a.recipe, a.grid, a.execution) == (b.recipe, b.grid, b.execution)
 
 
-@pytest.mark.parametrize("recipe", [GRADIENT, MODEL, LATER], ids=["gradient", "model", "schedules"])
+@pytest.mark.parametrize("recipe", [GRADIENT, LATER], ids=["constant", "schedules"])
 @pytest.mark.parametrize("centred", [False, True])
 def test_unrolled_runs_are_the_plain_runs(captured: Spy, recipe: Any, centred: bool) -> None:
     centre = {k: 0.1 * v for k, v in make_net().state_dict().items()} if centred else None
@@ -151,7 +153,7 @@ def test_unrolled_runs_are_the_plain_runs(captured: Spy, recipe: Any, centred: b
     assert captured.proposed == [UNROLLED] * 6, captured.notes
     assert captured.single == [7, 14]
     check_runs(forget(False, recipe, centre=centre), found)
-    assert min(found.record.trace.clip_factor) < 1 or recipe is MODEL
+    assert min(found.record.trace.clip_factor) < 1
     assert list(find_contradictions(found.record)) == []
 
 
@@ -171,10 +173,131 @@ def change_proposals(
     monkeypatch.setattr(unrolling.UnrolledSteps, "_call", lambda *args: change(call(*args)))
 
 
+def trust_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all that was compiled had been checked for what it knows of the noise."""
+    monkeypatch.setattr(unrolling._CHECKED, "covers", lambda: True)
+
+
+def distrust_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unrolling._CHECKED, "covers", lambda: False)
+
+
+@pytest.mark.parametrize("place", range(UNROLLED))
+@pytest.mark.parametrize("later", [0, 1])
+def test_gradients_that_know_the_noise_are_not_used(
+    captured: Spy, monkeypatch: pytest.MonkeyPatch, place: int, later: int
+) -> None:
+    """A gradient that changes in its last digits with the noise of its own or a later step."""
+    if place + later >= UNROLLED:
+        return
+    call = unrolling.UnrolledSteps._call
+
+    def leak(steps: Any, batches: Any, updates: Any, noise: Tensor) -> list[Any]:
+        found = call(steps, batches, updates, noise)
+        told = found[place].gradient * (1 + 1e-12 * torch.sign(noise[place + later]))
+        found[place] = replace(found[place], gradient=told)
+        return found
+
+    distrust_compiled(monkeypatch)
+    monkeypatch.setattr(unrolling.UnrolledSteps, "_call", leak)
+    found = forget(True, GRADIENT)
+    assert captured.notes[-1] == unrolling.LEAKS
+    assert not any(captured.proposed)
+    assert forget(False, GRADIENT).record.weights_after == found.record.weights_after
+
+
+def test_what_was_checked_is_checked_again_when_more_was_compiled(
+    captured: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, call, count = list[int](), unrolling.UnrolledSteps._call, [3]
+
+    def count_calls(*args: Any) -> Any:
+        calls.append(1)
+        return call(*args)
+
+    monkeypatch.setattr(unrolling, "_CHECKED", unrolling._Check())
+    monkeypatch.setattr(unrolling, "count_compiled", lambda: count[0])
+    monkeypatch.setattr(unrolling.UnrolledSteps, "_call", count_calls)
+    for compiled, expected in ((3, 6 + UNROLLED), (3, 6), (4, 6 + UNROLLED), (0, 6 + UNROLLED)):
+        count[0] = compiled
+        calls.clear()
+        forget(True, GRADIENT)
+        assert len(calls) == expected
+    assert captured.proposed == [UNROLLED] * 24, captured.notes
+
+
+def test_an_error_of_the_noise_ends_the_run(captured: Spy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be added but noise that was drawn, and drawn for this step."""
+    draw, drawn = NoiseStream.draw, list[int]()
+
+    def fail_once(stream: Any, out: Any, *, step: int, position: int, std: float) -> None:
+        drawn.append(step)
+        if len(drawn) == 2:
+            raise MemoryError("no room for noise")
+        draw(stream, out, step=step, position=position, std=std)
+
+    monkeypatch.setattr(drawing, "AHEAD", UNROLLED * 31)
+    monkeypatch.setattr(NoiseStream, "draw", fail_once)
+    with pytest.raises(MemoryError):
+        forget(True, GRADIENT)
+    assert captured.proposed == [UNROLLED]
+
+
+def test_gradients_are_compared_until_two_are_finite(
+    captured: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust_compiled(monkeypatch)
+    blocks = list[int]()
+
+    def spoil(found: list[Any]) -> list[Any]:
+        blocks.append(1)
+        if len(blocks) == 3:
+            return [replace(p, gradient=-5 * p.gradient) for p in found]
+        return [replace(p, gradient=p.gradient * torch.nan) for p in found]
+
+    change_proposals(monkeypatch, spoil)
+    compute = stepping.compute_gradients
+    asked = list[int]()
+
+    def compute_nothing(*args: Any) -> Any:
+        asked.append(1)
+        found = compute(*args)
+        return [g * torch.nan for g in found] if len(blocks) in (1, 2) else found
+
+    monkeypatch.setattr(stepping, "compute_gradients", compute_nothing)
+    forget(True, GRADIENT)
+    assert len(blocks) == 3
+    assert captured.notes[-1] == "compiled and uncompiled gradients differ"
+
+
+def test_preparing_in_place_is_left_alone(captured: Spy) -> None:
+    def make() -> SimpleNamespace:
+        data = make_data()
+        data.how = SimpleNamespace(prepare=lambda x: x.sub_(0.5))
+        return data
+
+    data = make()
+    stored = data.inputs.clone()
+    found = forget(True, GRADIENT, data=data)
+    assert torch.equal(data.inputs, stored)
+    assert "prepare changes its input" in captured.notes[-1]
+    expected = forget(False, GRADIENT, data=make())
+    assert expected.record.weights_after == found.record.weights_after
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_others_may_compile_what_they_like(captured: Spy) -> None:
+    loss = torch.compile(cross_entropy, backend="eager", dynamic=False)
+    found = forget(True, GRADIENT, loss_fn=loss)
+    check_runs(forget(False, GRADIENT), found)
+    assert captured.single
+
+
 def test_gradients_at_other_points_are_not_used(
     captured: Spy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One cell in one coordinate: the gradients after it were taken elsewhere."""
+    trust_compiled(monkeypatch)
 
     def move(proposals: list[Any]) -> list[Any]:
         first, *rest = proposals
@@ -193,17 +316,12 @@ def test_gradients_at_other_points_are_not_used(
 def test_no_factor_is_believed_that_clips_too_little(
     captured: Spy, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    change_proposals(
-        monkeypatch, lambda found: [replace(p, clip=factor, shrink=factor) for p in found]
-    )
-    for recipe in (LATER, MODEL):
-        run = forget(True, recipe)
-        check_runs(forget(False, recipe), run)
-        trace = run.record.trace
-        bound = recipe.grad_clip if isinstance(recipe, GradientClipping) else np.inf
-        radius = recipe.model_clip if isinstance(recipe, ModelClipping) else np.inf
-        assert max(np.multiply(trace.gradient_norm, trace.clip_factor)) <= bound
-        assert max(trace.model_norm) <= radius
+    trust_compiled(monkeypatch)
+    change_proposals(monkeypatch, lambda found: [replace(p, clip=factor) for p in found])
+    run = forget(True, LATER)
+    check_runs(forget(False, LATER), run)
+    trace = run.record.trace
+    assert max(np.multiply(trace.gradient_norm, trace.clip_factor)) <= LATER.grad_clip
     assert UNROLLED in captured.proposed
 
 
@@ -215,6 +333,7 @@ def test_wrong_gradients_are_caught_and_the_run_is_the_plain_one(
         found[place] = replace(found[place], gradient=1.01 * found[place].gradient)
         return found
 
+    trust_compiled(monkeypatch)
     change_proposals(monkeypatch, spoil)
     run = forget(True, GRADIENT)
     assert captured.proposed[0] == UNROLLED
@@ -233,7 +352,10 @@ class Bad(nn.Module):
         return x * torch.log(2.4 - x.amax())
 
 
-def test_gradients_that_are_not_finite_count_as_zero(captured: Spy) -> None:
+def test_gradients_that_are_not_finite_count_as_zero(
+    captured: Spy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust_compiled(monkeypatch)
     expected = forget(False, GRADIENT, nn.Sequential(Bad(), make_net()))
     found = forget(True, GRADIENT, nn.Sequential(Bad(), make_net()))
     assert captured.proposed == [UNROLLED] * 6, captured.notes
@@ -248,8 +370,8 @@ class Branching(nn.Module):
 
 
 def test_what_cannot_be_captured_runs_as_it_is(captured: Spy) -> None:
-    expected = forget(False, GRADIENT, make_net(Branching()))
-    found = forget(True, GRADIENT, make_net(Branching()))
+    expected = forget(False, GRADIENT, make_net(nn.Dropout(0.5), Branching()))
+    found = forget(True, GRADIENT, make_net(nn.Dropout(0.5), Branching()))
     assert not any(captured.proposed)
     assert captured.notes[-1]
     assert expected.record.weights_after == found.record.weights_after
@@ -265,10 +387,11 @@ def test_who_looks_at_every_step_sees_every_step(captured: Spy) -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
+        MODEL,
         replace(GRADIENT, model_clip=5.0),
         replace(GRADIENT, noise_std=0.0),
     ],
-    ids=["projected gradient clipping", "no noise"],
+    ids=["model clipping", "projected gradient clipping", "no noise"],
 )
 def test_what_is_not_unrolled(captured: Spy, recipe: Any) -> None:
     check_runs(forget(False, recipe), forget(True, recipe))
@@ -309,14 +432,14 @@ class Streamed:
 def test_noise_is_seen_before_it_is_taken_and_drawn_once(size: int) -> None:
     levels = [1.0, *[2.0] * 30, 0.0, *[1.0] * 30]
     stream = Streamed()
-    drawing = Drawing(stream, levels, size, size)
-    assert drawing.take(0, 0, size)[0] == 0
+    noise = Drawing(stream, levels, size, size)
+    assert noise.take(0, 0, size)[0] == 0
     for first in range(1, 57, 8):
-        seen = drawing.preview(first, 8).copy()
+        seen = noise.preview(first, 8).copy()
         assert seen[:, 0].tolist() == [0 if n == 31 else n for n in range(first, first + 8)]
         for n in range(first, first + 8):
-            assert drawing.take(n, 0, size)[-1] == seen[n - first, -1]
-    assert drawing.take(57, 0, size)[0] == 57
+            assert noise.take(n, 0, size)[-1] == seen[n - first, -1]
+    assert noise.take(57, 0, size)[0] == 57
     assert len(stream.drawn) == len(set(stream.drawn))
 
 

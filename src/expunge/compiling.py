@@ -130,7 +130,7 @@ def estimate_step(model: nn.Module, batches: Batches) -> float:
     size = min(2, len(batches.inputs))
     try:
         with untouched_random(), torch.no_grad():
-            x = batches.inputs[:size]
+            x = batches.inputs[:size].clone()
             operations = _count_operations(copy.deepcopy(model), batches.make_ready(x))
     except Exception:  # the uncompiled run will say what is wrong, if anything is
         operations = 0

@@ -63,6 +63,8 @@ class Drawing:
 
     def preview(self, number: int, count: int) -> Array:
         """The noise of steps ``number`` to ``number + count``, one row each, before it is taken."""
+        assert self._rows.shape[1] == self._size, "only whole steps are previewed"
+        assert number >= self._next, "the noise of a step that was taken is not shown again"
         if number + count > self._last:
             held = self._rows[number - self._first : self._last - self._first].copy()
             if len(self._rows) < count:
@@ -77,14 +79,14 @@ class Drawing:
 
         The first ``held`` rows are there already: no value is drawn twice.
         """
-        self._first = number
-        self._last = min(number + len(self._rows), len(self._levels))
+        self._first, self._last = number, number + held
+        end = min(number + len(self._rows), len(self._levels))
         start = held
-        for std, group in itertools.groupby(self._levels[number + held : self._last]):
+        for std, group in itertools.groupby(self._levels[number + held : end]):
             stop = start + len(list(group))
             rows = self._rows[start:stop]
             if std > 0:
                 self._stream.draw(rows, step=number + start, position=0, std=std)
             else:
                 rows.fill(0.0)
-            start = stop
+            start, self._last = stop, number + stop

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -100,19 +99,17 @@ class Loop:
         saved = time.monotonic()
         if not isinstance(self.recipe, OutputPerturbation):
             self._cycle = Cycle(self.loader, self._place, keep=path is not None)
-            steps = self._take_steps(self.recipe, self._cycle, on_step is None, progress)
-            with contextlib.closing(steps):
-                for _ in steps:
-                    stop = self._tell(on_step)
-                    due = self.done < self.steps and time.monotonic() - saved >= seconds
-                    if self.team is not None:
-                        stop, due = self.team.heed(stop, due)
-                        self._agree()
-                    if path is not None and (due or stop is not None):
-                        self._save(path, identity)
-                        saved = time.monotonic()
-                    if stop is not None:
-                        raise stop
+            for _ in self._take_steps(self.recipe, self._cycle, on_step is None, progress):
+                stop = self._tell(on_step)
+                due = self.done < self.steps and time.monotonic() - saved >= seconds
+                if self.team is not None:
+                    stop, due = self.team.heed(stop, due)
+                    self._agree()
+                if path is not None and (due or stop is not None):
+                    self._save(path, identity)
+                    saved = time.monotonic()
+                if stop is not None:
+                    raise stop
         elif self.team is not None:
             self._agree()
         if path is not None:
@@ -124,22 +121,22 @@ class Loop:
         cycle: Cycle,
         alone: bool,
         progress: bool,
-    ) -> Generator[None]:
+    ) -> Iterator[None]:
         """The remaining steps, by one or, where nobody looks in between, by several."""
         gamma = schedule(recipe.learning_rate, self.steps)
         sigma = schedule(recipe.noise_std, self.steps)
-        with self._plan(recipe, alone=alone) or contextlib.nullcontext() as unrolled:
-            count = 1 if unrolled is None else unrolled.unrolled
-            remaining = range(self.done, self.steps)
-            for t in show_progress(remaining, self.steps, "unlearning", progress):
-                if t < self.done:
-                    continue
-                updates = _list_updates(recipe, gamma[t : t + count], sigma[t : t + count], t)
-                if unrolled is not None and len(updates) == count:
-                    self._advance(unrolled, cycle, updates)
-                else:
-                    self._step(cycle.take(), updates[0])
-                yield
+        unrolled = self._plan(recipe, alone=alone)
+        count = 1 if unrolled is None else unrolled.unrolled
+        remaining = range(self.done, self.steps)
+        for t in show_progress(remaining, self.steps, "unlearning", progress):
+            if t < self.done:
+                continue
+            updates = _list_updates(recipe, gamma[t : t + count], sigma[t : t + count], t)
+            if unrolled is not None and len(updates) == count:
+                self._advance(unrolled, cycle, updates)
+            else:
+                self._step(cycle.take(), updates[0])
+            yield
 
     def _tell(self, on_step: OnStep | None) -> KeyboardInterrupt | None:
         """Tell of a step that is done; whoever is told may ask to stop here."""
@@ -204,13 +201,11 @@ class Loop:
         update: Update,
         proposal: Proposal | None = None,
     ) -> None:
-        """The step with this gradient; a proposal may have smaller factors than the clips have."""
+        """The step with this gradient; a proposal may have a smaller factor than the clip has."""
         norm = self.vector.gradient_norm(gradients)
         clip = self.vector.clip_factor(norm, self._bound)
-        if proposal is None:
-            update = update._replace(clip=clip)
-        else:
-            update = update._replace(clip=lower(clip, proposal.clip), shrink=proposal.shrink)
+        clip = clip if proposal is None else lower(clip, proposal.clip)
+        update = update._replace(clip=clip)
         norms = self.vector.step(gradients, update)
         self._note(update, norm, norms)
         self.gradient_evaluations += examples
@@ -223,9 +218,8 @@ class Loop:
             self._step(cycle.take(), updates[0])
             return
         with unrolled.proposing(batches, updates) as proposals:
-            for place, proposal in enumerate(proposals):
-                batch, update = batches[place], updates[place]
-                if not unrolled.accept(proposal, batch, place):
+            for batch, update, proposal in zip(batches, updates, proposals, strict=False):
+                if not unrolled.accept(proposal, batch):
                     break
                 self._descend([proposal.gradient], len(batch[0]), update, proposal)
                 if not torch.equal(unrolled.vector.cells, proposal.cells):

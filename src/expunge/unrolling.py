@@ -1,20 +1,23 @@
-"""Several certified steps of a small network as one compiled function, and none of it believed.
+"""Several certified steps of a small network as one compiled function, whose results are proposals.
 
 Entering compiled code costs as much as a small network's step, so eight steps are compiled as one:
 parameters from the grid, forward, backward, clip, descent, rounding, and noise that was drawn
-beforehand. That noise then exists before the gradients it must not influence, and the arithmetic is
-a compiler's. So its results are proposals. For every step it returns the gradient g_t, the factors
-of the clips, and the cells k_{t+1} it arrived at, and the run *replays* the step with the
-arithmetic that the certificate rests on (:class:`~expunge.vector.GridVector`): g_t is used as any
-gradient would be, clip factors are taken where they are no larger than the proved ones, and the
-next gradient is used only if the replay arrived at exactly the same cells: it is then the gradient
-at x_{t+1}, and a function of nothing else. At the first difference the rest of the proposals is
-dropped, and the run goes on step by step from where the replay stands.
+beforehand. For every step it returns the gradient g_t, the factor of the clip, and the cells
+k_{t+1} it arrived at, and the run *replays* the step with the arithmetic that the certificate rests
+on (:class:`~expunge.vector.GridVector`): g_t is used as any gradient would be, the factor is taken
+where it is no larger than the proved one, and the next gradient is used only if the replay arrived
+at exactly the same cells, so that it is a gradient at x_{t+1}. At the first difference the rest of
+the proposals is dropped, and the run goes on step by step from where the replay stands.
 
-The run's first two gradients are compared with uncompiled ones, as in :mod:`expunge.gradients`. A
-projection in gradient clipping must be the proved one to its last digit
-(its contraction is accounted), so such runs are not unrolled; model clipping, whose guarantee needs
-only the ball, is.
+The noise of a step exists before the gradient that must not know it. That gradients do not is
+checked whenever something was compiled: the function is called again with the noise of each step
+altered in turn, and no gradient up to that step may change by a bit. The run's first two finite
+gradients are compared with uncompiled ones, as in :mod:`expunge.gradients`.
+
+Whether a gradient was compiled depends on how the steps before it went. Gradient clipping allows
+that: its sensitivity is that of any two clipped gradients. Model clipping needs a step that is a
+function of x_t alone, and a projection in gradient clipping must contract to its last digit; such
+runs are not unrolled.
 """
 
 from __future__ import annotations
@@ -53,6 +56,9 @@ from expunge.recipes import GradientClipping, ModelClipping
 from expunge.subject import Subject
 from expunge.vector import CHUNK, LOST, CertifiedVector, GridVector, Update
 
+COMPARED = 2
+LEAKS = "compiled gradients change with noise that they must not know"
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -60,7 +66,6 @@ class Proposal:
 
     gradient: Tensor
     clip: float
-    shrink: float
     cells: Tensor
 
 
@@ -79,19 +84,18 @@ def plan_unrolled(
         return None
     if not isinstance(vector, GridVector) or vector.size > CHUNK or vector.device.type != "cpu":
         return None
-    if isinstance(recipe, GradientClipping) and (recipe.model_clip or math.inf) < math.inf:
+    if not isinstance(recipe, GradientClipping) or (recipe.model_clip or math.inf) < math.inf:
+        return None
+    if compile == "auto" and not pays(recipe.steps, SHORT_STEP):
         return None
     if any(True for _ in subject.model.buffers()) or find_obstacle(subject.model, loader):
         return None
     unrolled = min(UNROLLED, len(loader.inputs) // loader.batch_size, recipe.steps)
     seconds = estimate_step(subject.model, loader)
-    if (
-        unrolled == 0
-        or seconds >= SHORT_STEP
-        or not (compile is True or pays(recipe.steps, seconds))
-    ):
+    paying = compile is True or pays(recipe.steps, seconds)
+    if unrolled == 0 or seconds >= SHORT_STEP or not paying:
         return None
-    return UnrolledSteps(subject, recipe, vector, loader, loss_fn, compute, unrolled)
+    return UnrolledSteps(subject, recipe.grad_clip, vector, loader, loss_fn, compute, unrolled)
 
 
 class UnrolledSteps:
@@ -100,36 +104,28 @@ class UnrolledSteps:
     def __init__(
         self,
         subject: Subject,
-        recipe: GradientClipping | ModelClipping,
+        bound: float,
         vector: GridVector,
         batches: Batches,
         loss_fn: LossFunction,
         compute: Compute,
         unrolled: int,
     ) -> None:
-        self.note, self.unrolled, self._batches = "", unrolled, batches
-        self._model, self._loss_fn, self._compute = subject.model, loss_fn, compute
-        self._names, self.vector = list(subject.certified), vector
+        self.note, self.unrolled, self.vector = "", unrolled, vector
+        self._model, self._batches, self._loss_fn = subject.model, batches, loss_fn
+        self._compute, self._names = compute, list(subject.certified)
         self._point = [p.detach() for p in subject.certified.values()]
-        centre = None if subject.centre is None else [c.detach() for c in subject.centre.values()]
-        self._centre = (
-            None if centre is None else torch.cat([c.reshape(-1).double() for c in centre])
-        )
-        bound = recipe.grad_clip if isinstance(recipe, GradientClipping) else math.inf
-        radius = recipe.model_clip if isinstance(recipe, ModelClipping) else math.inf
+        self._centre: Tensor | None = None
+        if subject.centre is not None:
+            parts = [c.detach().reshape(-1).double() for c in subject.centre.values()]
+            self._centre = torch.cat(parts)
         # Three margins: never above the factor that the replay proves from its own sum of squares.
         margin, lost = 1 + 3 * norm_margin(vector.size), math.sqrt(vector.size) * LOST
-        self._numbers = _list_numbers([vector.grid, bound, radius, margin, lost])
-        self._projected = radius < math.inf
-        self._begun = False
+        self._numbers = _list_numbers([vector.grid, bound, margin, lost])
+        self._strict = forbid_recompiling()
+        self._begun = self._checked = False
+        self._compared = 0
         self._random: dict[str, Tensor] | None = None
-        self._settings = contextlib.ExitStack()
-
-    def __enter__(self) -> UnrolledSteps:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._settings.close()
 
     @contextlib.contextmanager
     def proposing(
@@ -149,60 +145,120 @@ class UnrolledSteps:
         """A batch as it was taken, as the model takes it."""
         return self._batches.make_ready(batch[0]), batch[1]
 
-    def _propose(self, batches: Sequence[Batch], updates: Sequence[Update]) -> list[Proposal]:
-        if self.note:
-            return []
-        first, self._begun = not self._begun, True
-        before = capture_random() if first else {}
-        try:
-            with allow_compiling() if first else contextlib.nullcontext():
-                found = self._call(batches, updates)
-        except Exception as error:  # whatever cannot be captured runs uncompiled
-            self.note = explain(error)
-            return []
-        if first:
-            self._random = capture_random()
-            restore_random(before)
-            self._settings.enter_context(forbid_recompiling())
-        return found
-
-    def accept(self, proposal: Proposal, batch: Batch, place: int) -> bool:
-        """Whether a gradient may be used: the run's first two if uncompiled ones are close."""
-        if self._random is None or place > 1:
+    def accept(self, proposal: Proposal, batch: Batch) -> bool:
+        """Whether a gradient may be used: the run's first finite ones if uncompiled are close."""
+        if self._random is None or self._compared == COMPARED:
             return True
         self.vector.write()
         found = self._compute(self.make_ready(batch))
         parts = proposal.gradient.split([g.numel() for g in found])
         pairs = zip(found, parts, strict=True)
         if all(is_close(torch.zeros_like(g), g, other.view(g.shape)) for g, other in pairs):
+            self._compared += all(bool(torch.isfinite(g).all()) for g in found)
             return True
         self.note = "compiled and uncompiled gradients differ"
         return False
 
-    def _call(self, batches: Sequence[Batch], updates: Sequence[Update]) -> list[Proposal]:
-        drawing = self.vector.drawing
-        assert drawing is not None
-        noise = torch.from_numpy(drawing.preview(updates[0].number, len(updates)))
-        rates = _list_numbers([update.learning_rate for update in updates])
-        decays = _list_numbers([update.decay for update in updates])
-        with torch.no_grad():
-            gradients, cells, factors = make_compiled(take_steps)(
+    def _propose(self, batches: Sequence[Batch], updates: Sequence[Update]) -> list[Proposal]:
+        """Random numbers are drawn as uncompiled steps draw them; to compare, they do so again."""
+        if self.note:
+            return []
+        assert self.vector.drawing is not None
+        noise = torch.from_numpy(self.vector.drawing.preview(updates[0].number, len(updates)))
+        checking = not self._checked or self._compared < COMPARED
+        before = capture_random() if checking else {}
+        found: list[Proposal] = []
+        try:
+            found = self._call(batches, updates, noise)
+            if checking:
+                self._random = capture_random()
+                if not self._check(found, batches, updates, noise, before):
+                    found = []
+        except Exception as error:  # whatever cannot be captured runs uncompiled
+            self.note = explain(error)
+        if checking:
+            restore_random(before)
+        if not found:
+            self._random = None
+        return found
+
+    def _check(
+        self,
+        found: list[Proposal],
+        batches: Sequence[Batch],
+        updates: Sequence[Update],
+        noise: Tensor,
+        before: dict[str, Tensor],
+    ) -> bool:
+        """Whether what was compiled may be used: no gradient knows the noise of its own step or of
+        a later one. What did not change since the last check is not checked again.
+        """
+        if self._checked or _CHECKED.covers():
+            self._checked = True
+            return True
+        if not all(bool(torch.isfinite(proposal.gradient).all()) for proposal in found):
+            return False
+        for place in range(len(found)):
+            altered = noise.clone()
+            altered[place] = altered[place].flip(0) + 1
+            restore_random(before)
+            again = self._call(batches, updates, altered)
+            pairs = zip(found[: place + 1], again, strict=False)
+            if not all(torch.equal(a.gradient, b.gradient) and a.clip == b.clip for a, b in pairs):
+                self.note = LEAKS
+                return False
+        _CHECKED.extend()
+        self._checked = True
+        return True
+
+    def _call(
+        self, batches: Sequence[Batch], updates: Sequence[Update], noise: Tensor
+    ) -> list[Proposal]:
+        """Compiled steps; the first time on copies, in case that preparing changes its input."""
+        first, self._begun = not self._begun, True
+        given = [(x.clone(), y) for x, y in batches] if first else list(batches)
+        with torch.no_grad(), allow_compiling() if first else self._strict:
+            gradients, cells, clips = make_compiled(take_steps)(
                 self._model,
                 self._names,
                 self._point,
                 self._centre,
                 self.vector.cells,
                 noise,
-                list(batches),
-                rates,
-                decays,
+                given,
+                _list_numbers([update.learning_rate for update in updates]),
+                _list_numbers([update.decay for update in updates]),
                 self._numbers,
-                self._projected,
                 self._batches.prepare,
                 self._loss_fn,
             )
-        rows = zip(gradients, factors.tolist(), cells, strict=True)
-        return [Proposal(g, clip, shrink, k) for g, (clip, shrink), k in rows]
+        if first and not all(map(_is_same, given, batches)):
+            raise ValueError("prepare changes its input")
+        rows = zip(gradients, clips.tolist(), cells, strict=True)
+        return [Proposal(g, clip, k) for g, clip, k in rows]
+
+
+class _Check:
+    """What torch had compiled in this process when all of it was last found to be causal."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def covers(self) -> bool:
+        return 0 < self._count == count_compiled()
+
+    def extend(self) -> None:
+        self._count = count_compiled()
+
+
+_CHECKED = _Check()
+
+
+def count_compiled() -> int:
+    """How many functions torch has captured in this process; 0 if it does not say."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
 
 
 def take_steps(
@@ -216,20 +272,20 @@ def take_steps(
     rates: Tensor,
     decays: Tensor,
     numbers: Tensor,
-    projected: bool,
     prepare: Prepare | None,
     loss_fn: LossFunction,
 ) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    """What is compiled: k ← Q(Π(ρ k - (γ clip / g) · gradient)) + noise, for each batch.
+    """What is compiled: k ← round(ρ k - (γ clip / g) · gradient) + noise, for each batch.
 
-    Returns the gradients, the cells after each step, and the factors of both clips.
+    Returns the gradients, the cells after each step, and the factors of the clips; a factor is
+    ``vector.clip_factor`` with a wider margin, NaN for a norm that is not finite.
     """
-    grid, bound, radius, margin, lost = numbers.unbind()
+    grid, bound, margin, lost = numbers.unbind()
     sizes = [p.numel() for p in point]
-    k, one = cells, torch.ones_like(grid)
+    k = cells
     gradients: list[Tensor] = []
     rows: list[Tensor] = []
-    factors: list[Tensor] = []
+    clips: list[Tensor] = []
     for i, (inputs, targets) in enumerate(batches):
         x = k * grid if centre is None else centre + k * grid
         parts = [
@@ -238,24 +294,19 @@ def take_steps(
         ready = inputs if prepare is None else prepare(inputs)
         found, _ = differentiate(model, names, parts, ready, targets, loss_fn)
         g = torch.cat([tensor.reshape(-1).double() for tensor in found])
-        clip, shrink = _clip(torch.sqrt((g * g).sum()), bound, margin, lost), one
-        k = k * decays[i] - g * (rates[i] * clip / grid)
-        if projected:
-            shrink = _clip(torch.sqrt((k * k).sum()) * grid, radius, margin, lost)
-            k = torch.trunc(k * shrink)
-        else:
-            k = torch.round(k)
-        k = k + noise[i]
+        largest = torch.sqrt((g * g).sum()) * margin + lost
+        within = bound / largest * (1 - 2.0**-50)
+        clip = torch.where(largest <= bound, torch.ones_like(largest), within)
+        k = torch.round(k * decays[i] - g * (rates[i] * clip / grid)) + noise[i]
         gradients.append(g)
         rows.append(k)
-        factors.append(torch.stack([clip, shrink]))
-    return gradients, rows, torch.stack(factors)
+        clips.append(clip)
+    return gradients, rows, torch.stack(clips)
 
 
-def _clip(norm: Tensor, bound: Tensor, margin: Tensor, lost: Tensor) -> Tensor:
-    """``vector.clip_factor`` with a wider margin; NaN for a norm that is not finite."""
-    largest = norm * margin + lost
-    return torch.where(largest <= bound, torch.ones_like(norm), bound / largest * (1 - 2.0**-50))
+def _is_same(one: Batch, other: Batch) -> bool:
+    """Bit by bit, since no number is equal to itself if it is none."""
+    return torch.equal(one[0].view(torch.uint8), other[0].contiguous().view(torch.uint8))
 
 
 def _list_numbers(values: Sequence[float]) -> Tensor:

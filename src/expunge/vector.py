@@ -38,8 +38,7 @@ class Update(NamedTuple):
 
     ``x - c ← Π_radius(decay · (x - c) - rate · gradient) + N(0, noise_std² I)``; ``rate`` includes
     the clip factor, 0 drops the gradient; ``learning_rate`` and ``weight_decay`` are what plain
-    SGD, which has no other clip, is written with. ``shrink`` is a factor to project by, taken
-    where it is smaller than the projection's own.
+    SGD, which has no other clip, is written with.
     """
 
     learning_rate: float
@@ -48,7 +47,6 @@ class Update(NamedTuple):
     radius: float
     noise_std: float
     number: int
-    shrink: float | None = None
 
     @property
     def decay(self) -> float:
@@ -173,7 +171,6 @@ class GridVector:
         norm, factor = self._root(squares) * self.grid, 1.0
         if projected:
             factor = self.clip_factor(norm, update.radius)
-            factor = factor if update.shrink is None else lower(factor, update.shrink)
             for chunk in self._chunks:
                 self._shrink(chunk.cells, factor)
                 noise += self._finish(chunk, update, math.inf)
