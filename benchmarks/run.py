@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -34,9 +35,11 @@ def main(names: list[str]) -> None:
     rows = []
     for name in names or SUITES:
         console.print(f"measuring {name} …")
+        started = time.monotonic()
         rows += [
             {"suite": name} | row for row in importlib.import_module(f"benchmarks.{name}").run()
         ]
+        console.print(f"  {time.monotonic() - started:.0f} s")
     table = Table(box=SIMPLE)
     for column in ("suite", "what", "ratio", "spread", "target"):
         table.add_column(column, overflow="fold")

@@ -280,7 +280,7 @@ def test_preparing_in_place_is_left_alone(captured: Spy) -> None:
     stored = data.inputs.clone()
     found = forget(True, GRADIENT, data=data)
     assert torch.equal(data.inputs, stored)
-    assert "prepare changes its input" in captured.notes[-1]
+    assert "changes its input" in captured.notes[-1]
     expected = forget(False, GRADIENT, data=make())
     assert expected.record.weights_after == found.record.weights_after
 

@@ -214,7 +214,7 @@ class UnrolledSteps:
     def _call(
         self, batches: Sequence[Batch], updates: Sequence[Update], noise: Tensor
     ) -> list[Proposal]:
-        """Compiled steps; the first time on copies, in case that preparing changes its input."""
+        """Compiled steps; the first time on copies, in case that the batches are changed."""
         first, self._begun = not self._begun, True
         given = [(x.clone(), y) for x, y in batches] if first else list(batches)
         with torch.no_grad(), allow_compiling() if first else self._strict:
@@ -232,8 +232,8 @@ class UnrolledSteps:
                 self._batches.prepare,
                 self._loss_fn,
             )
-        if first and not all(map(_is_same, given, batches)):
-            raise ValueError("prepare changes its input")
+        if first and not _is_same(given[0][0], batches[0][0]):
+            raise ValueError("prepare or the model changes its input")
         rows = zip(gradients, clips.tolist(), cells, strict=True)
         return [Proposal(g, clip, k) for g, clip, k in rows]
 
@@ -304,9 +304,9 @@ def take_steps(
     return gradients, rows, torch.stack(clips)
 
 
-def _is_same(one: Batch, other: Batch) -> bool:
+def _is_same(one: Tensor, other: Tensor) -> bool:
     """Bit by bit, since no number is equal to itself if it is none."""
-    return torch.equal(one[0].view(torch.uint8), other[0].contiguous().view(torch.uint8))
+    return torch.equal(one.view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def _list_numbers(values: Sequence[float]) -> Tensor:
