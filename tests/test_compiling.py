@@ -396,9 +396,36 @@ def test_a_wrong_compiled_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(compiling, "find_compiler", lambda: "c++")
     monkeypatch.setattr(gradients, "make_compiled", make_wrong)
+    monkeypatch.setattr(gradients, "_COMPARED", gradients.CheckedCode())
     expected, found = forget(False, data=make_single()), forget(True, data=make_single())
-    assert len(calls) == 1
+    assert len(calls) == 2
     assert expected.record.weights_after == found.record.weights_after
+
+
+@pytest.mark.usefixtures("captured")
+def test_gradients_are_compared_where_no_model_has_a_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model clipping needs steps that are functions of the present weights alone."""
+    seen: list[list[Tensor]] = []
+    compare = gradients.CompiledGradients._compare
+
+    def watch(self: Any, *args: Any) -> bool:
+        compute = self._compute
+        point = list[Tensor]()
+        self._compute = lambda batch: point.extend(p.clone() for p in self._point) or compute(batch)
+        here = [p.clone() for p in self._point]
+        agreed = compare(self, *args)
+        assert all(map(torch.equal, here, self._point))
+        self._compute = compute
+        seen.append(point)
+        return agreed
+
+    monkeypatch.setattr(gradients.CompiledGradients, "_compare", watch)
+    for seed in (0, 1):
+        monkeypatch.setattr(gradients, "_COMPARED", gradients.CheckedCode())
+        forget(True, net=make_net(seed).float(), data=make_single())
+    assert len(seen) == 2
+    assert all(map(torch.equal, *seen))
+    assert float(seen[0][0].abs().sum()) > 0
 
 
 @pytest.mark.usefixtures("captured")

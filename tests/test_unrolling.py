@@ -215,8 +215,8 @@ def test_what_was_checked_is_checked_again_when_more_was_compiled(
         calls.append(1)
         return call(*args)
 
-    monkeypatch.setattr(unrolling, "_CHECKED", unrolling._Check())
-    monkeypatch.setattr(unrolling, "count_compiled", lambda: count[0])
+    monkeypatch.setattr(unrolling, "_CHECKED", gradients.CheckedCode())
+    monkeypatch.setattr(gradients, "count_compiled", lambda: count[0])
     monkeypatch.setattr(unrolling.UnrolledSteps, "_call", count_calls)
     for compiled, expected in ((3, 6 + UNROLLED), (3, 6), (4, 6 + UNROLLED), (0, 6 + UNROLLED)):
         count[0] = compiled

@@ -37,6 +37,35 @@ from expunge.randomness import capture_random, restore_random
 Compute = Callable[[Any], list[Tensor]]
 
 
+class CheckedCode:
+    """How much torch had compiled in this process when a check of it was last passed.
+
+    A check of what is compiled need not be repeated by every run, only when there is more of it; a
+    check that failed, or could not be made, is made again.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def covers(self) -> bool:
+        """Whether nothing was compiled since."""
+        return 0 < self._count == count_compiled()
+
+    def extend(self) -> None:
+        """All that is compiled by now has passed."""
+        self._count = count_compiled()
+
+
+def count_compiled() -> int:
+    """How many functions torch has captured in this process; 0 if it does not say."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+_COMPARED = CheckedCode()
+
+
 def plan_gradients(
     compile: Compile,
     model: nn.Module,
@@ -93,32 +122,47 @@ class CompiledGradients:
             return self._compute(batch)
         if self._kind is None:
             self._kind = kind
-            self._compare(batch)
-            return self.compute(batch)
+            return self._begin(batch)
         try:
             return self._call(batch)
         except Exception as error:  # torch refuses before it computes
             self.note = explain(error)
             return self._compute(batch)
 
-    def _compare(self, batch: Any) -> None:
+    def _begin(self, batch: Any) -> list[Tensor]:
+        """The first gradient; compiled code that was not compared before is compared here."""
+        before = capture_random()
+        try:
+            with allow_compiling():
+                found = self._call(batch)
+        except Exception as error:  # whatever cannot be captured runs uncompiled
+            self.note = explain(error)
+            restore_random(before)
+            return self._compute(batch)
+        if _COMPARED.covers():
+            return found
+        after = capture_random()
+        restore_random(before)
+        if not self._compare(batch, before):
+            self.note = "compiled and uncompiled gradients differ"
+            return self._compute(batch)
+        _COMPARED.extend()
+        restore_random(after)
+        return found
+
+    def _compare(self, batch: Any, random: dict[str, Tensor]) -> bool:
         """Both gradients at N(0, 0.1² I) of a fixed seed; the random state stays where it was."""
-        held, before = [p.clone() for p in self._point], capture_random()
+        held = [p.clone() for p in self._point]
         generator = torch.Generator().manual_seed(0)
         for p in self._point:
             p.copy_(0.1 * torch.randn(p.shape, generator=generator))
         try:
             gradients = self._compute(batch)
-            restore_random(before)
-            with allow_compiling():
-                found = self._call(batch)
-            pairs = zip(gradients, found, strict=True)
-            if not all(is_close(torch.zeros_like(g), g, other) for g, other in pairs):
-                self.note = "compiled and uncompiled gradients differ"
-        except Exception as error:  # whatever cannot be captured runs uncompiled
-            self.note = explain(error)
+            restore_random(random)
+            pairs = zip(gradients, self._call(batch), strict=True)
+            return all(is_close(torch.zeros_like(g), g, other) for g, other in pairs)
         finally:
-            restore_random(before)
+            restore_random(random)
             for p, value in zip(self._point, held, strict=True):
                 p.copy_(value)
 

@@ -49,7 +49,7 @@ from expunge.compiling import (
     make_compiled,
     pays,
 )
-from expunge.gradients import Compute
+from expunge.gradients import CheckedCode, Compute
 from expunge.precision import norm_margin
 from expunge.randomness import capture_random, restore_random
 from expunge.recipes import GradientClipping, ModelClipping
@@ -58,6 +58,7 @@ from expunge.vector import CHUNK, LOST, CertifiedVector, GridVector, Update
 
 COMPARED = 2
 LEAKS = "compiled gradients change with noise that they must not know"
+_CHECKED = CheckedCode()
 
 
 @dataclass(frozen=True)
@@ -236,29 +237,6 @@ class UnrolledSteps:
             raise ValueError("prepare or the model changes its input")
         rows = zip(gradients, clips.tolist(), cells, strict=True)
         return [Proposal(g, clip, k) for g, clip, k in rows]
-
-
-class _Check:
-    """What torch had compiled in this process when all of it was last found to be causal."""
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def covers(self) -> bool:
-        return 0 < self._count == count_compiled()
-
-    def extend(self) -> None:
-        self._count = count_compiled()
-
-
-_CHECKED = _Check()
-
-
-def count_compiled() -> int:
-    """How many functions torch has captured in this process; 0 if it does not say."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
 
 
 def take_steps(
