@@ -25,6 +25,7 @@ from expunge import (
     unlearn,
 )
 from expunge.batching import Batches
+from expunge.capturing import CheckedCode
 from expunge.errors import InputError
 from expunge.tasks import Augmentation
 from expunge.tasks.networks import dense_net
@@ -42,6 +43,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test compares what it compiles, whatever others have compiled before."""
+    for module in (compiling, gradients):
+        monkeypatch.setattr(module, "_COMPARED", CheckedCode())
 
 
 @pytest.fixture
@@ -396,7 +404,6 @@ def test_a_wrong_compiled_gradient_is_caught(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(compiling, "find_compiler", lambda: "c++")
     monkeypatch.setattr(gradients, "make_compiled", make_wrong)
-    monkeypatch.setattr(gradients, "_COMPARED", gradients.CheckedCode())
     expected, found = forget(False, data=make_single()), forget(True, data=make_single())
     assert len(calls) == 2
     assert expected.record.weights_after == found.record.weights_after
@@ -421,7 +428,7 @@ def test_gradients_are_compared_where_no_model_has_a_say(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(gradients.CompiledGradients, "_compare", watch)
     for seed in (0, 1):
-        monkeypatch.setattr(gradients, "_COMPARED", gradients.CheckedCode())
+        monkeypatch.setattr(gradients, "_COMPARED", CheckedCode())
         forget(True, net=make_net(seed).float(), data=make_single())
     assert len(seen) == 2
     assert all(map(torch.equal, *seen))

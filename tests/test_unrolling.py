@@ -21,6 +21,7 @@ from expunge import (
     GradientClipping,
     ModelClipping,
     SeededNoise,
+    capturing,
     compiling,
     drawing,
     gradients,
@@ -215,8 +216,8 @@ def test_what_was_checked_is_checked_again_when_more_was_compiled(
         calls.append(1)
         return call(*args)
 
-    monkeypatch.setattr(unrolling, "_CHECKED", gradients.CheckedCode())
-    monkeypatch.setattr(gradients, "count_compiled", lambda: count[0])
+    monkeypatch.setattr(unrolling, "_CHECKED", capturing.CheckedCode())
+    monkeypatch.setattr(capturing, "count_compiled", lambda: count[0])
     monkeypatch.setattr(unrolling.UnrolledSteps, "_call", count_calls)
     for compiled, expected in ((3, 6 + UNROLLED), (3, 6), (4, 6 + UNROLLED), (0, 6 + UNROLLED)):
         count[0] = compiled

@@ -10,20 +10,20 @@ F being the operations of one forward pass over a batch. That depends on the run
 the clock, so that a run is compiled on every machine or on none. Steps that take under 2 ms are
 compiled eight at a time, since entering compiled code costs as much as a small step.
 
-**Never silently wrong.** The first steps run both ways from the same state, and if any parameter
-moves differently (by more than 0.1 % of the move), or anything cannot be captured whole, the run
-goes on uncompiled and says why. Order, augmentation and dropout draw the same numbers either way.
+**Never silently wrong.** Whenever something was compiled, the first steps run both ways from the
+same state, and if any parameter moves differently (by more than 0.1 % of the move), or anything
+cannot be captured whole, the run goes on uncompiled and says why. Order, augmentation and dropout
+draw the same numbers either way.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -32,12 +32,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value  # pyright: ignore[reportPrivateImportUsage]
 
 from expunge.batching import Batches, LossFunction, compute_loss
+from expunge.capturing import (
+    CheckedCode,
+    allow_compiling,
+    explain,
+    forbid_recompiling,
+    make_compiled,
+)
 from expunge.errors import InputError
 from expunge.randomness import capture_random, restore_random, untouched_random
 from expunge.sgd import Sgd
 
 Compile = bool | Literal["auto"]
-Backend = Literal["inductor", "aot_eager"]
 Prepare = Callable[[Tensor], Tensor]
 Batch = tuple[Tensor, Tensor]
 
@@ -46,8 +52,8 @@ STEP_OVERHEAD = 2e-4
 OPERATIONS_PER_SECOND = 1e11
 SHORT_STEP, UNROLLED = 2e-3, 8
 CLOSE = 1e-3
-KINDS = 200
 _COMPILERS = ("g++", "c++", "clang++", "cl")
+_COMPARED = CheckedCode()
 
 
 def plan_steps(
@@ -191,30 +197,39 @@ class CompiledSteps:
     def _advance(self, order: Tensor | None, start: int, factors: Sequence[float]) -> Tensor:
         """The next ``unrolled`` steps."""
         batches = self.batches.fetch_several(order, start, len(factors))
-        if self._checked:
-            try:
-                return self._call(batches, factors)
-            except Exception as error:  # torch refuses before it computes: nothing has moved
-                self.note = explain(error)
-        return self._take_steps(batches, factors)
+        if not self._checked:
+            self._checked = True
+            return self._begin(batches, factors)
+        try:
+            return self._call(batches, factors)
+        except Exception as error:  # torch refuses before it computes: nothing has moved
+            self.note = explain(error)
+            return self._take_steps(batches, factors)
 
     def _take_steps(self, batches: list[Batch], factors: Sequence[float]) -> Tensor:
-        """Uncompiled steps; the first time compiled as well, from the same state, and compared."""
+        """Uncompiled steps."""
+        return torch.stack([self._step(b, f) for b, f in zip(batches, factors, strict=True)])
+
+    def _begin(self, batches: list[Batch], factors: Sequence[float]) -> Tensor:
+        """The first steps, on copies of their batches; what was not compared before is compared
+        with uncompiled steps from the same state, which then are the ones that count.
+        """
         before = self._capture()
-        losses = torch.stack([self._step(b, f) for b, f in zip(batches, factors, strict=True)])
-        if self._checked:
-            return losses
-        after = self._capture()
         try:
-            self._restore(before)
             with allow_compiling():
-                again = self._call(batches, factors)
-            self.note = self._compare(before, after, losses, again)
+                found = self._call([(x.clone(), y) for x, y in batches], factors)
+            if _COMPARED.covers():
+                return found
         except Exception as error:  # whatever cannot be captured runs uncompiled
             self.note = explain(error)
-        finally:
-            self._restore(after)
-        self._checked = True
+            self._restore(before)
+            return self._take_steps(batches, factors)
+        compiled = self._capture()
+        self._restore(before)
+        losses = self._take_steps(batches, factors)
+        self.note = self._compare(before, compiled, losses, found)
+        if not self.note:
+            _COMPARED.extend()
         return losses
 
     def _call(self, batches: list[Batch], factors: Sequence[float]) -> Tensor:
@@ -241,15 +256,15 @@ class CompiledSteps:
         self.sgd.step(factor)
         return loss.detach()
 
-    def _compare(self, before: _State, after: _State, losses: Tensor, again: Tensor) -> str:
-        """Why the compiled steps are not the uncompiled ones; nothing if they are."""
+    def _compare(self, before: _State, compiled: _State, losses: Tensor, found: Tensor) -> str:
+        """Why the compiled steps are not the uncompiled ones just taken; nothing if they are."""
         if self._unused:
             return "a parameter has no part in the loss"
-        now = self._capture()
-        for old, new, found in zip(before.tensors, after.tensors, now.tensors, strict=True):
-            if not is_close(old, new, found):
+        states = (before.tensors, self._capture().tensors, compiled.tensors)
+        for old, new, other in zip(*states, strict=True):
+            if not is_close(old, new, other):
                 return "compiled and uncompiled steps differ"
-        return "" if is_close(torch.zeros_like(losses), losses, again) else "losses differ"
+        return "" if is_close(torch.zeros_like(losses), losses, found) else "losses differ"
 
     def _capture(self) -> _State:
         """Copies of all that a step may change."""
@@ -348,42 +363,3 @@ def differentiate(
         return loss_fn(output, targets).reshape(())
 
     return cast(tuple[list[Tensor], Tensor], grad_and_value(measure)(point))
-
-
-@functools.cache
-def make_compiled(
-    function: Callable[..., Any], backend: Backend = "inductor"
-) -> Callable[..., Any]:
-    """The function captured whole, once per process; torch keeps one version per kind of model.
-
-    "inductor" compiles what was captured, the calls between the kernels too, with random numbers
-    drawn by the operations that draw them uncompiled; "aot_eager" runs it operation by operation,
-    without autograd around it.
-    """
-    inductor = {"fallback_random": True, "cpp_wrapper": True}
-    options: dict[str, Any] | None = inductor if backend == "inductor" else None
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=backend, options=options)
-
-
-@contextlib.contextmanager
-def allow_compiling() -> Generator[None]:
-    """For a first call: torch by itself stops after eight kinds of model, and warns of trifles."""
-    import torch._dynamo
-
-    with warnings.catch_warnings(), torch._dynamo.config.patch(recompile_limit=KINDS):
-        warnings.simplefilter("ignore")
-        yield
-
-
-def forbid_recompiling() -> Any:
-    """All chunks are alike: a second compilation means that the model changes as it runs."""
-    import torch._dynamo
-
-    return torch._dynamo.config.patch(error_on_recompile=True)
-
-
-def explain(error: Exception) -> str:
-    """One line of what torch says, its explanation if it has one."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = [line.partition(":")[2].strip() for line in lines if line.startswith("Explanation:")]
-    return f"{type(error).__name__}: {(told or lines or [''])[0]}"[:200]

@@ -28,20 +28,16 @@ from torch.func import vmap  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn.functional import cross_entropy
 
 from expunge.batching import Augment, Batches, LossFunction, compute_loss
+from expunge.capturing import Backend, allow_compiling, explain, forbid_recompiling, make_compiled
 from expunge.compiling import (
     SHORT_STEP,
-    Backend,
     Batch,
     Compile,
-    allow_compiling,
     check_compile,
     differentiate,
     estimate_step,
-    explain,
     find_obstacle,
-    forbid_recompiling,
     is_close,
-    make_compiled,
 )
 from expunge.errors import InputError
 from expunge.randomness import untouched_random

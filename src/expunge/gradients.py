@@ -19,48 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from expunge.batching import Batches, LossFunction
+from expunge.capturing import CheckedCode, allow_compiling, explain, make_compiled
 from expunge.compiling import (
     SHORT_STEP,
     Compile,
-    allow_compiling,
     check_compile,
     differentiate,
     estimate_step,
-    explain,
     find_obstacle,
     is_close,
-    make_compiled,
     pays,
 )
 from expunge.randomness import capture_random, restore_random
 
 Compute = Callable[[Any], list[Tensor]]
-
-
-class CheckedCode:
-    """How much torch had compiled in this process when a check of it was last passed.
-
-    A check of what is compiled need not be repeated by every run, only when there is more of it; a
-    check that failed, or could not be made, is made again.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-
-    def covers(self) -> bool:
-        """Whether nothing was compiled since."""
-        return 0 < self._count == count_compiled()
-
-    def extend(self) -> None:
-        """All that is compiled by now has passed."""
-        self._count = count_compiled()
-
-
-def count_compiled() -> int:
-    """How many functions torch has captured in this process; 0 if it does not say."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
 
 
 _COMPARED = CheckedCode()

@@ -32,24 +32,27 @@ import torch
 from torch import Tensor, nn
 
 from expunge.batching import Batches, LossFunction
+from expunge.capturing import (
+    CheckedCode,
+    allow_compiling,
+    explain,
+    forbid_recompiling,
+    make_compiled,
+)
 from expunge.compiling import (
     SHORT_STEP,
     UNROLLED,
     Batch,
     Compile,
     Prepare,
-    allow_compiling,
     check_compile,
     differentiate,
     estimate_step,
-    explain,
     find_obstacle,
-    forbid_recompiling,
     is_close,
-    make_compiled,
     pays,
 )
-from expunge.gradients import CheckedCode, Compute
+from expunge.gradients import Compute
 from expunge.precision import norm_margin
 from expunge.randomness import capture_random, restore_random
 from expunge.recipes import GradientClipping, ModelClipping
