@@ -80,6 +80,17 @@ def list_chosen(task: str, seeds: int, store: Store) -> list[Case]:
     return cases
 
 
+def compare_tuned(task: str, out: Path, one: Arm, two: Arm) -> Difference:
+    """Paired difference of two arms on the test images, each as it was tuned."""
+    store, seeds = Store(out, task), range(SEEDS[task])
+    done, found = store.read(), []
+    for arm in (one, two):
+        rate, row, _ = choose(task, arm, store)
+        cases = [Case(arm, BUDGET[task], s, rate, row=row) for s in seeds]
+        found.append([done[case.key]["test"] for case in cases])
+    return Difference.of(*found)
+
+
 def write(task: str, options: Options) -> None:
     """What was chosen, how it does on the test images, and against tuned retraining."""
     store, out = Store(options.out, task), Path(options.out)
