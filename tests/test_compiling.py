@@ -6,7 +6,7 @@ the run went uncompiled, and check that instead.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,17 +32,10 @@ from expunge.tasks.networks import dense_net
 from expunge.tasks.samples import normalise
 from expunge.training import TrainingLog
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAKE = compiling.make_compiled
 HAS_COMPILER = compiling.find_compiler() is not None
 N, BATCH = 52, 8
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ What is mapped is run operation by operation here, which needs no C++ compiler; 
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,17 +19,10 @@ from expunge.tasks.networks import dense_net
 from expunge.tasks.samples import normalise
 from expunge.training import TrainingLog
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAKE = compiling.make_compiled
 HAS_COMPILER = compiling.find_compiler() is not None
 N, BATCH, RUNS = 44, 8, 3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ What was captured is run operation by operation (the backend "aot_eager"), which
 and no time; one test compiles for real.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from expunge.drawing import Drawing
 from expunge.noise import NoiseStream
 from expunge.tasks.networks import dense_net
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MAKE = compiling.make_compiled
 N, BATCH, UNROLLED = 52, 8, 3
 GRADIENT = GradientClipping(
@@ -51,14 +52,6 @@ LATER = GradientClipping(
     steps=20,
     noise_std=(*[0.01] * 7, *[0.0] * 5, *[0.02] * 8),
 )
-
-
-@pytest.fixture(autouse=True)
-def plain_threads() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Spy:
