@@ -29,7 +29,7 @@ def run() -> list[dict[str, Any]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [*_measure("mnist", 5, 60_000, 3), *_measure("cifar10", 1, 12_800, 3)]
+        return [*_measure("mnist", 5, 60_000, 3), *_measure("cifar10", 1, 6_400, 3)]
     finally:
         torch.set_num_threads(threads)
         sys.path.remove(str(EXPERIMENTS))

@@ -53,7 +53,7 @@ def run() -> list[dict[str, Any]]:
             Setting("784-5-10", networks.mnist_net, _draw((784,), 300), 5, 4.0),
             Setting("512-32-32-10", networks.head_net, _draw((512,), 300), 5, 4.0),
         ]
-        large = Setting("CIFAR net", networks.cifar_net, _draw((3, 32, 32), 30), 3, 2.0)
+        large = Setting("CIFAR net", networks.cifar_net, _draw((3, 32, 32), 24), 3, 2.0)
         rows: list[dict[str, Any]] = []
         for setting in (*small, large):
             print(f"  {setting.name} …", flush=True)
