@@ -11,6 +11,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, relu
 
 from engine import equal, without_onednn
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify
+from expunge.errors import UnlearningError
 from expunge.noise import SeededNoise, SystemNoise
 from expunge.unlearning import unlearn
 from expunge.weights import hash_weights, save_weights
@@ -172,6 +173,28 @@ def test_tied_weights_are_counted_and_drawn_once():
     run = unlearn(model, make_images(), GRADIENT, loss_fn=cross_entropy, noise=SeededNoise(0))
     assert run.record.parameters == 12 * 12 + 12 + 12 + 12 * 3 + 3
     assert run.model.decoder.weight is run.model.encoder.weight
+
+
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_old_weights_under_a_public_name_are_refused(kind):
+    """A copy would keep them: the view of a trained weight that is not trained itself."""
+    model = nn.Linear(3, 2)
+    view = model.weight.detach().view(-1)[2:4]
+    if kind == "parameter":
+        model.kept = nn.Parameter(view, requires_grad=False)
+    else:
+        model.register_buffer("kept", view)
+    batches = [(torch.ones(4, 3), torch.tensor([0, 1, 1, 0]))]
+    recipe = OutputPerturbation(start_clip=1.0, noise_std=1.0)
+    with pytest.raises(UnlearningError, match="weight and kept share memory"):
+        unlearn(model, batches, recipe, public_buffers=["kept"] if kind == "buffer" else [])
+    with torch.no_grad():
+        model.kept = (
+            nn.Parameter(view.clone(), requires_grad=False)
+            if kind == "parameter"
+            else (view.clone())
+        )
+    unlearn(model, batches, recipe, public_buffers=["kept"] if kind == "buffer" else [])
 
 
 def test_frozen_batch_norm_keeps_its_public_statistics():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -166,6 +165,32 @@ def check_finite(certified: Mapping[str, Tensor]) -> None:
             raise UnlearningError(f"parameter {name} holds values that are not finite")
 
 
+def _check_memory(model: nn.Module) -> None:
+    """No memory under two names of which one is trained: a copy gives each memory of its own.
+
+    The noise would then be drawn twice; and what is not trained is taken for public, so that old
+    weights would stay in it.
+    """
+    named = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
+    named += [(name, tensor, False) for name, tensor in model.named_buffers()]
+    spans: list[tuple[int, int, str, bool]] = []
+    for name, t, trained in named:
+        if t.layout is torch.strided and t.numel() > 0 and t.data_ptr() != 0:
+            last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+            end = t.data_ptr() + (last + 1) * t.element_size()
+            spans.append((t.data_ptr(), end, name, trained))
+    furthest = {True: (0, ""), False: (0, "")}
+    for start, end, name, trained in sorted(spans):
+        for other in (True, False) if trained else (True,):
+            reached, first = furthest[other]
+            if start < reached:
+                raise UnlearningError(
+                    f"{first} and {name} share memory but are not the same parameter; tie them by "
+                    "assigning one parameter to both modules, or give each memory of its own"
+                )
+        furthest[trained] = max(furthest[trained], (end, name))
+
+
 def _check_parameters(model: nn.Module) -> None:
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for name, p in trainable:
@@ -179,15 +204,4 @@ def _check_parameters(model: nn.Module) -> None:
         raise UnlearningError(
             "the model has no trainable parameter; at least one must have requires_grad=True"
         )
-    spans: list[tuple[int, int, str]] = []
-    for name, p in trainable:
-        if p.numel() > 0 and p.data_ptr() != 0:
-            last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
-            spans.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name))
-    spans.sort()
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
-            raise UnlearningError(
-                f"parameters {first} and {second} share memory but are not the same parameter; "
-                "tie them by assigning one parameter to both modules"
-            )
+    _check_memory(model)

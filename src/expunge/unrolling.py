@@ -88,7 +88,7 @@ def plan_unrolled(
         return None
     if not isinstance(vector, GridVector) or vector.size > CHUNK or vector.device.type != "cpu":
         return None
-    if not isinstance(recipe, GradientClipping) or (recipe.model_clip or math.inf) < math.inf:
+    if not isinstance(recipe, GradientClipping) or recipe.model_clip not in (None, math.inf):
         return None
     if compile == "auto" and not pays(recipe.steps, SHORT_STEP):
         return None
