@@ -8,8 +8,8 @@ import torch
 
 from benchmarks.timing import compare, measure
 from expunge import GradientClipping, ModelClipping, SeededNoise, unlearn
-from expunge.adversaries import Instructions, Trials, list_adversaries
-from expunge.stacking import unlearn_stack
+from expunge.auditing.attacks import Instructions, Trials, list_adversaries
+from expunge.auditing.trials import unlearn_stack
 
 ROWS, PLAIN = 32_768, 20
 RECIPES = {

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from augmentation import Augmentation
 from benchmarks.timing import compare, measure
 from expunge import GroupDPSGD, SeededNoise, train, train_dpsgd
-from expunge.batching import Batches
-from expunge.noisy_sum import differentiate
-from expunge.subject import copy_subject
-from expunge.tasks import Augmentation, networks, normalise
+from expunge.baselines.dpsgd import differentiate
+from expunge.noisy.model import copy_subject
+from expunge.tasks import networks
+from expunge.tasks.samples import normalise
+from expunge.training.batches import Batches
 
 BATCH, COUNT = 128, 2_560
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

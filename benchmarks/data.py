@@ -14,9 +14,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+from augmentation import Augmentation
 from benchmarks.timing import compare, measure
-from expunge.batching import Batches
-from expunge.tasks import Augmentation, networks, normalise
+from expunge.tasks import networks
+from expunge.tasks.samples import normalise
+from expunge.training.batches import Batches
 
 COUNT, BATCH, PADDING = 5_120, 128, 4
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)

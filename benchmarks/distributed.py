@@ -85,8 +85,8 @@ def _work(target: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    from expunge.noisy.team import Team
     from expunge.tasks import networks
-    from expunge.teamwork import Team
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

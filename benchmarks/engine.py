@@ -17,11 +17,10 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.timing import compare, measure
 from expunge import GradientClipping
-from expunge.drawing import Drawing
-from expunge.noise import Noise, SeededNoise, SystemNoise
+from expunge.noisy.noise import Drawing, Noise, SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.noisy.vector import CHUNK, GridVector, Update
 from expunge.tasks import networks
-from expunge.unlearning import unlearn
-from expunge.vector import CHUNK, GridVector, Update
 
 BATCH = 128
 LARGE, HUGE = 11_000_000, 100_000_000

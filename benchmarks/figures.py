@@ -79,8 +79,8 @@ def _measure(task: str, seeds: int, count: int, repeats: int) -> list[dict[str, 
 
 
 def _make_problem(task: str, count: int) -> Any:
-    from expunge.tasks import networks, normalise
-    from expunge.tasks.samples import Samples, number_ids
+    from expunge.tasks import networks
+    from expunge.tasks.samples import Samples, normalise, number_ids
     from problems import SETTINGS, Problem
 
     generator = torch.Generator().manual_seed(0)

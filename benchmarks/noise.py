@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.timing import compare, measure
-from expunge.noise import Noise, SeededNoise, SystemNoise
+from expunge.noisy.noise import Noise, SeededNoise, SystemNoise
 
 NETWORK, LARGE = 11_000_000, 100_000_000
 SMALL = {"784-5-10": 3_985, "CIFAR": 20_042}

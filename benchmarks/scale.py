@@ -62,7 +62,7 @@ def measure_costs() -> Costs:
     import torch
 
     from benchmarks.engine import make_update
-    from expunge.noise import SeededNoise
+    from expunge.noisy.noise import SeededNoise
 
     torch.set_num_threads(1)
     _, update = make_update(MEASURED, SeededNoise(0))

@@ -17,8 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import cifar
+import features
+import mnist
 from expunge import train
-from expunge.tasks import cifar, digits, features, mnist, networks
+from expunge.tasks import digits, networks
 from expunge.tasks.samples import Samples, Task, split_forget, split_validation
 
 MODELS = Path(__file__).parent / "results" / "models"

@@ -42,10 +42,9 @@ from expunge import (
     train_dpsgd,
     unlearn,
 )
-from expunge.baselines import calibrate_output
-from expunge.descent import descend, forget
-from expunge.problems import softmax_constants
-from expunge.regression import SoftmaxRegression
+from expunge.accounting.precision import softmax_constants
+from expunge.baselines.descent import SoftmaxRegression, descend, forget
+from expunge.baselines.retraining import calibrate_output
 from expunge.tasks import digits
 
 DOCS = Path(__file__).parent.parent / "docs" / "comparison.md"

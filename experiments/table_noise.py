@@ -14,13 +14,7 @@ import csv
 from pathlib import Path
 from typing import Any
 
-from expunge import (
-    GradientClipping,
-    ModelClipping,
-    OutputPerturbation,
-    calibrate,
-    guarantee,
-)
+from expunge import GradientClipping, ModelClipping, OutputPerturbation, calibrate, guarantee
 
 HERE = Path(__file__).parent
 PRINTED = HERE.parent / "tests" / "data"

@@ -24,8 +24,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import cifar
+import mnist
+from augmentation import Augmentation
 from expunge import evaluate, train
-from expunge.tasks import Augmentation, cifar, digits, mnist, networks
+from expunge.tasks import digits, networks
 from expunge.tasks.samples import Samples, Task
 
 HERE = Path(__file__).parent

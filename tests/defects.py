@@ -11,29 +11,22 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-import expunge.stacking
-import expunge.stepping
-import expunge.vector
+import expunge.auditing.trials
+import expunge.noisy.loop
+import expunge.noisy.vector
 import test_buffers
 import test_contract
 import test_unlearning
 from engine import NOISY, make_batches, make_mlp
-from expunge import (
-    GradientClipping,
-    ModelClipping,
-    OutputPerturbation,
-    certify,
-    verify,
-)
-from expunge.batching import Cycle
-from expunge.drawing import Drawing
-from expunge.mechanism import audit_mechanism
-from expunge.noise import NoiseStream, SeededNoise, SystemNoise
-from expunge.stacking import StackedSubject
-from expunge.stepping import Loop
-from expunge.unlearning import unlearn
-from expunge.vector import GridVector, Update
-from expunge.weights import save_weights
+from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify, verify
+from expunge.auditing.mechanism import audit_mechanism
+from expunge.auditing.trials import StackedSubject
+from expunge.noisy.loop import Loop
+from expunge.noisy.noise import Drawing, NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.noisy.vector import GridVector, Update
+from expunge.processes.weights import save_weights
+from expunge.training.batches import Cycle
 
 # Defects
 
@@ -129,7 +122,7 @@ def clip_each_tensor(patch):
         bound[0] = getattr(self.recipe, "grad_clip", math.inf)
         begin(self, *rest)
 
-    def compute(subject, *rest, compute=expunge.stepping.compute_gradients):
+    def compute(subject, *rest, compute=expunge.noisy.loop.compute_gradients):
         scaled = []
         for g in compute(subject, *rest):
             dims = tuple(range(isinstance(subject, StackedSubject), g.ndim))
@@ -139,15 +132,15 @@ def clip_each_tensor(patch):
 
     patch.setattr(Loop, "begin", begin)
     patch.setattr(Loop, "_bound", math.inf)
-    patch.setattr(expunge.stepping, "compute_gradients", compute)
+    patch.setattr(expunge.noisy.loop, "compute_gradients", compute)
 
 
 def leave_small_norms(patch):
-    def factor(norm, bound, size, factor=expunge.vector.clip_factor):
+    def factor(norm, bound, size, factor=expunge.noisy.vector.clip_factor):
         return 1.0 if norm < 2 * bound else factor(norm, bound, size)
 
-    patch.setattr(expunge.vector, "clip_factor", factor)
-    patch.setattr(expunge.stacking, "clip_factor", factor)
+    patch.setattr(expunge.noisy.vector, "clip_factor", factor)
+    patch.setattr(expunge.auditing.trials, "clip_factor", factor)
 
 
 def ignore_centre_in_decay(patch):
@@ -206,7 +199,7 @@ def mix_in_forgotten_batch(patch):
 
 
 def carry_buffers_over(patch):
-    patch.setattr(expunge.stepping, "reset_statistics", lambda *_: None)
+    patch.setattr(expunge.noisy.loop, "reset_statistics", lambda *_: None)
 
 
 def average_old_model_in(patch):

@@ -3,12 +3,11 @@
 import torch
 
 from expunge import SeededNoise
-from expunge.batching import Batches
-from expunge.descent import descend, forget
-from expunge.problems import softmax_constants
+from expunge.accounting.precision import softmax_constants
+from expunge.accounting.theorems import bound_expansion
+from expunge.baselines.descent import SoftmaxRegression, descend, forget
 from expunge.recipes import NoisyDescent, RewindToDelete
-from expunge.regression import SoftmaxRegression
-from expunge.theorems import bound_expansion
+from expunge.training.batches import Batches
 
 torch.set_num_threads(1)
 KINDS = [NoisyDescent, RewindToDelete]

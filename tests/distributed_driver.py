@@ -17,17 +17,16 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from engine import GRADIENT, MODEL, NOISY, flatten, make_mlp
-from expunge import certify, teamwork
-from expunge.batching import Batches
-from expunge.drawing import Drawing
+from expunge import certify
 from expunge.errors import ExpungeError
-from expunge.gathering import hash_together, save_together
-from expunge.noise import NoiseStream, SeededNoise, SystemNoise
-from expunge.processes import Processes, find_processes
-from expunge.shards import ShardedDrawing, Span
-from expunge.unlearning import unlearn
-from expunge.vector import GridVector
-from expunge.weights import hash_weights
+from expunge.noisy import team as teamwork
+from expunge.noisy.noise import Drawing, NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.noisy.sharded_vector import ShardedDrawing, Span
+from expunge.noisy.vector import GridVector
+from expunge.processes.group import Processes, find_processes
+from expunge.processes.weights import hash_together, hash_weights, save_together
+from expunge.training.batches import Batches
 
 COUNT = 43  # batches of 8: the last has 3, so its shares are uneven
 

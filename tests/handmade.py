@@ -6,18 +6,19 @@ from typing import Any
 
 import numpy as np
 
-from expunge.accounting import Execution
-from expunge.certificate import Certificate, certify
-from expunge.checking import expand_schedule
-from expunge.hashing import hash_tensors, write_safetensors
+from expunge.certificates.certificate import Certificate, certify
+from expunge.certificates.consistency import expand_schedule
+from expunge.certificates.hashing import hash_tensors, write_safetensors
+from expunge.certificates.identifiers import commit
+from expunge.certificates.record import FineTuning, RunRecord, Trace
 from expunge.recipes import (
+    Execution,
     GradientClipping,
     ModelClipping,
     OutputPerturbation,
     Recipe,
     Retraining,
 )
-from expunge.record import FineTuning, RunRecord, Trace, commit
 
 SALT = "5a" * 32
 NONCE = "0123456789abcdef" * 4

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from expunge.cli import main
+from expunge.cli.main import main
 
 OWN = """
 import os

@@ -15,8 +15,11 @@ import time
 import traceback
 from pathlib import Path
 
-from expunge import jobs, teamtraining, teamwork, verify
+from expunge import verify
 from expunge.cli import main as run_command
+from expunge.jobs import run as jobs
+from expunge.noisy import team as teamwork
+from expunge.training import train as teamtraining
 
 LOADED = (jobs, teamtraining, teamwork)  # what ranks would otherwise import again and again
 

@@ -2,9 +2,9 @@
 
 import os
 
-from expunge import teamjobs
-from expunge.cli import main
-from expunge.unlearning import list_versions
+from expunge.certificates.record import list_versions
+from expunge.cli.main import main
+from expunge.jobs import ranks as teamjobs
 
 if __name__ == "__main__":
     if os.environ["RANK"] == "1":

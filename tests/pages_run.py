@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from expunge.loading import importing_from
+from expunge.jobs.loading import importing_from
 from job_folder import call, make_environment
 
 POINTS = 12.0

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from expunge import GradientClipping, ModelClipping, OutputPerturbation
-from expunge.accounting import guarantee
-from expunge.mechanism import audit_mechanism
+from expunge.accounting.guarantee import guarantee
+from expunge.auditing.mechanism import audit_mechanism
 from expunge.recipes import method_name
 
 DELTA = 1e-5

@@ -16,19 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expunge.accounting import guarantee
-from expunge.calibration import calibrate
-from expunge.certificate import certify
-from expunge.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE
-from expunge.noise import SystemNoise
+from expunge.accounting.calibration import calibrate
+from expunge.accounting.guarantee import guarantee
+from expunge.certificates.certificate import certify
+from expunge.certificates.identifiers import commit
+from expunge.certificates.record import FineTuning
+from expunge.certificates.signing import generate_key_pair
+from expunge.noisy.noise import SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights, save_weights
 from expunge.recipes import GradientClipping
-from expunge.record import FineTuning, commit
-from expunge.reporting import write_report
-from expunge.signing import generate_key_pair
-from expunge.tasks import digits, split_forget
+from expunge.reports.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE
+from expunge.reports.page import write_report
+from expunge.tasks import digits
 from expunge.tasks.networks import dense_net
-from expunge.unlearning import unlearn
-from expunge.weights import hash_weights, save_weights
+from expunge.tasks.samples import split_forget
 
 BATCH, RATE = 64, 0.1
 OnEpoch = Callable[[int, nn.Module], None]

@@ -19,10 +19,10 @@ from torch.nn.functional import cross_entropy
 
 from engine import equal, make_batches, make_mlp
 from expunge import GradientClipping, certify
-from expunge.batching import Batches
-from expunge.noise import SeededNoise, SystemNoise
-from expunge.record import RunRecord
-from expunge.unlearning import unlearn
+from expunge.certificates.record import RunRecord
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.training.batches import Batches
 
 RECIPE = GradientClipping(
     start_clip=0.5,

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from dp_accounting import pld, rdp
 
-from expunge import gaussian
-from expunge.accounting import Execution, guarantee, log_delta, mu, survival_bound
+from expunge.accounting import gaussian
+from expunge.accounting.guarantee import guarantee, log_delta, mu, survival_bound
 from expunge.errors import InputError
 from expunge.recipes import (
+    Execution,
     GradientClipping,
     ModelClipping,
     NoisyDescent,

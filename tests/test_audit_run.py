@@ -10,8 +10,8 @@ import torch
 
 from defects import shrink_noise
 from expunge import CertificateError, InputError, OutputPerturbation, Retraining, certify
-from expunge.cli import main
-from expunge.mechanism import audit_run
+from expunge.auditing.mechanism import audit_run
+from expunge.cli.main import main
 from handmade import GRADIENT, MODEL, make_record, make_run
 
 torch.set_num_threads(1)

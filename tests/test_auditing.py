@@ -7,8 +7,9 @@ import pytest
 from scipy import special, stats
 
 from expunge import OutputPerturbation
-from expunge.accounting import guarantee, log_delta
-from expunge.auditing import (
+from expunge.accounting.guarantee import guarantee, log_delta
+from expunge.auditing.attacks import fit_residue, score
+from expunge.auditing.bounds import (
     Claim,
     Counts,
     Threshold,
@@ -21,7 +22,6 @@ from expunge.auditing import (
     lower_epsilon,
     lower_mu,
 )
-from expunge.distinguishing import fit_residue, score
 
 DELTA = 1e-5
 

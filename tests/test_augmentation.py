@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from augmentation import Augmentation, Draws, apply, draw
 from expunge.errors import InputError
-from expunge.tasks.augmentation import Augmentation, Draws, apply, draw
 
 
 def crop_and_flip_slowly(images: torch.Tensor, padding: int, draws: Draws) -> torch.Tensor:

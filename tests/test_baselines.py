@@ -11,14 +11,15 @@ from torch.nn.functional import cross_entropy
 
 from engine import equal, flatten, make_batches, make_mlp
 from expunge import DomainError, Retraining, SeededNoise, certify, guarantee, retrain, verify
-from expunge.baselines import GaussianInitialisation, calibrate_output
-from expunge.batching import Batches
+from expunge.baselines.retraining import GaussianInitialisation, calibrate_output
 from expunge.errors import InputError, UnlearningError
-from expunge.randomness import capture_random
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights, save_weights
 from expunge.tasks import networks
-from expunge.training import evaluate, train
-from expunge.unlearning import unlearn
-from expunge.weights import hash_weights, save_weights
+from expunge.training.batches import Batches
+from expunge.training.evaluation import evaluate
+from expunge.training.randomness import capture_random
+from expunge.training.train import train
 
 torch.set_num_threads(1)
 

@@ -7,9 +7,10 @@ from torch.nn.functional import cross_entropy
 
 from engine import GRADIENT, equal, make_batches
 from expunge import InputError, UnlearningError, certify
-from expunge.noise import SeededNoise
-from expunge.unlearning import Run, unlearn
-from expunge.weights import hash_weights
+from expunge.certificates.record import Run
+from expunge.noisy.noise import SeededNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights
 
 torch.set_num_threads(1)
 

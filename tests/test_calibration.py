@@ -18,8 +18,8 @@ from expunge import (
     calibrate,
     guarantee,
 )
-from expunge.precision import choose_precision
-from expunge.solving import bracket, tighten
+from expunge.accounting.precision import choose_precision
+from expunge.accounting.solving import bracket, tighten
 
 
 def gradient(noise_std: float = 1.0, **changes: float) -> GradientClipping:

@@ -13,17 +13,20 @@ import rfc8785
 import safetensors
 import yaml
 
-from expunge.accounting import Execution, guarantee
-from expunge.certificate import Certificate, certify, parse
-from expunge.errors import CertificateError, InputError, UnlearningError
-from expunge.hashing import write_safetensors
-from expunge.recipes import (
-    OutputPerturbation,
+from expunge.accounting.guarantee import guarantee
+from expunge.certificates.certificate import Certificate, certify, parse
+from expunge.certificates.hashing import write_safetensors
+from expunge.certificates.record import RunRecord, Trace
+from expunge.certificates.schema import (
+    SCHEMA_PATH,
+    CertificateWire,
+    FinitePrecisionWire,
+    build_schema,
 )
-from expunge.record import RunRecord, Trace
-from expunge.schema import SCHEMA_PATH, CertificateWire, FinitePrecisionWire, build_schema
-from expunge.signing import generate_key_pair
-from expunge.verification import verify
+from expunge.certificates.signing import generate_key_pair
+from expunge.certificates.verification import verify
+from expunge.errors import CertificateError, InputError, UnlearningError
+from expunge.recipes import Execution, OutputPerturbation
 from handmade import (
     GRADIENT,
     MODEL,

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expunge.charts import (
+from expunge.errors import InputError
+from expunge.reports.charts import (
     HEIGHT,
     MOST_POINTS,
     WIDTH,
@@ -22,7 +23,6 @@ from expunge.charts import (
     format_power,
     thin,
 )
-from expunge.errors import InputError
 
 REAL = st.floats(-1e300, 1e300, allow_subnormal=True)
 

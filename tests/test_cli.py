@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import expunge
-from expunge.cli import main
+from expunge.cli.main import main
 from expunge.recipes import METHODS, from_dict
 
 GRADIENT = (

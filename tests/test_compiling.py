@@ -15,22 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge import (
-    GradientClipping,
-    ModelClipping,
-    SeededNoise,
-    compiling,
-    gradients,
-    train,
-    unlearn,
-)
-from expunge.batching import Batches
-from expunge.capturing import CheckedCode
+from augmentation import Augmentation
+from expunge import GradientClipping, ModelClipping, SeededNoise, train, unlearn
 from expunge.errors import InputError
-from expunge.tasks import Augmentation
+from expunge.noisy import gradients
 from expunge.tasks.networks import dense_net
 from expunge.tasks.samples import normalise
-from expunge.training import TrainingLog
+from expunge.training import compiled as compiling
+from expunge.training.batches import Batches
+from expunge.training.compiled import CheckedCode
+from expunge.training.train import TrainingLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MAKE = compiling.make_compiled

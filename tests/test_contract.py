@@ -12,12 +12,12 @@ from torch.nn.functional import cross_entropy
 
 from engine import NOISY, equal, flatten, make_batches, make_mlp, plain, train_by_hand
 from expunge import OutputPerturbation, certify, guarantee
-from expunge.noise import SeededNoise, SystemNoise
-from expunge.precision import list_levels
-from expunge.randomness import capture_random
-from expunge.record import RunRecord
-from expunge.unlearning import unlearn
-from expunge.weights import hash_weights
+from expunge.accounting.precision import list_levels
+from expunge.certificates.record import RunRecord
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights
+from expunge.training.randomness import capture_random
 
 torch.set_num_threads(1)
 each_method = pytest.mark.parametrize("recipe", NOISY.values(), ids=NOISY.keys())

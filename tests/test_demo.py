@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import expunge
-from expunge.directory import FILES
+from expunge.jobs.directory import FILES
 
 
 @pytest.fixture(scope="module")

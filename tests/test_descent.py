@@ -15,20 +15,23 @@ from torch.nn.functional import cross_entropy, mse_loss
 from descents import KINDS, C, D, K, N, bound_distance, drop, go, make_data, make_recipe, model
 from engine import equal, flatten
 from expunge import SeededNoise, certify
-from expunge.accounting import Execution, mu
-from expunge.batching import Batches
-from expunge.descent import Descent, descend, forget
-from expunge.errors import InputError, UnlearningError
-from expunge.problems import (
-    STATED,
-    Problem,
+from expunge.accounting.guarantee import mu
+from expunge.accounting.precision import (
     bound_descent_rounding,
     bound_gradient_error,
     choose_descent_precision,
     softmax_constants,
 )
-from expunge.recipes import NoisyDescent, RewindToDelete
-from expunge.regression import SoftmaxRegression, softmax_gradient
+from expunge.baselines.descent import (
+    Descent,
+    SoftmaxRegression,
+    descend,
+    forget,
+    softmax_gradient,
+)
+from expunge.errors import InputError, UnlearningError
+from expunge.recipes import STATED, Execution, NoisyDescent, Problem, RewindToDelete
+from expunge.training.batches import Batches
 
 # --- the constants
 

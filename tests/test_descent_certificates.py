@@ -12,12 +12,12 @@ from torch import nn
 from descents import KINDS, C, D, K, drop, make_data, make_recipe, model
 from engine import equal
 from expunge import SystemNoise, calibrate, certify, guarantee, verify
-from expunge.accounting import IDEAL, Execution, mu
-from expunge.descent import descend, forget
+from expunge.accounting.guarantee import mu
+from expunge.baselines.descent import descend, forget
+from expunge.certificates.second_accountant import recompute
 from expunge.errors import UnlearningError, VerificationError
-from expunge.recipes import NoisyDescent, RewindToDelete
-from expunge.recomputation import recompute
-from expunge.weights import save_weights
+from expunge.processes.weights import save_weights
+from expunge.recipes import IDEAL, Execution, NoisyDescent, RewindToDelete
 
 # --- the second computation
 

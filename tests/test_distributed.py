@@ -11,12 +11,12 @@ import torch
 
 from engine import NOISY
 from expunge import SeededNoise
+from expunge.certificates.hashing import INDEX, hash_index
+from expunge.certificates.record import RunRecord
 from expunge.errors import CertificateError, UnlearningError
-from expunge.processes import Processes, lose
-from expunge.record import RunRecord
-from expunge.shardfiles import INDEX, hash_index
-from expunge.shards import check_spans, locate_spans
-from expunge.shares import locate_share
+from expunge.noisy.sharded_vector import check_spans, locate_spans
+from expunge.processes.group import Processes, lose
+from expunge.training.shares import locate_share
 from ranks import HERE, finish_ranks, start_ranks
 
 CLOSE = 1e-6
@@ -167,7 +167,7 @@ def test_a_record_tells_of_its_processes_and_reads_back(reports):
 
 def make_record(**more):
     from expunge import OutputPerturbation
-    from expunge.unlearning import unlearn
+    from expunge.noisy.run import unlearn
 
     recipe = OutputPerturbation(start_clip=0.5, noise_std=1.5)
     record = unlearn(torch.nn.Linear(2, 2), [], recipe, noise=SeededNoise(0)).record

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from expunge.cli import app
+from expunge.cli.main import app
 from expunge.recipes import METHODS
 
 ROOT = Path(__file__).parent.parent

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+import cifar
+import download
+import mnist
 from expunge.errors import InputError
-from expunge.tasks import cifar, download, mnist
 
 CONTENT = bytes(range(256)) * 400
 CHECKSUM = "sha256:" + hashlib.sha256(CONTENT).hexdigest()

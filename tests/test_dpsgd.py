@@ -13,12 +13,17 @@ from torch.nn.functional import cross_entropy
 
 from engine import equal, flatten, make_mlp, train_by_hand
 from expunge import GroupDPSGD, SeededNoise, SystemNoise, certify
-from expunge.batching import Batches
-from expunge.dpsgd import train_dpsgd
+from expunge.baselines.dpsgd import (
+    NoisySum,
+    PoissonSampler,
+    bound_norms,
+    choose_grid,
+    train_dpsgd,
+)
 from expunge.errors import InputError, UnlearningError
-from expunge.noisy_sum import NoisySum, PoissonSampler, bound_norms, choose_grid
-from expunge.randomness import capture_random
-from expunge.subject import copy_subject
+from expunge.noisy.model import copy_subject
+from expunge.training.batches import Batches
+from expunge.training.randomness import capture_random
 
 torch.set_num_threads(1)
 N = 40

@@ -9,13 +9,13 @@ import torch
 
 from engine import make_mlp
 from expunge import GroupDPSGD, SeededNoise, SystemNoise, certify, guarantee, verify
-from expunge.batching import Batches
-from expunge.certificate import Certificate
-from expunge.dpsgd import train_dpsgd
+from expunge.accounting.dpsgd import group_log_delta
+from expunge.baselines.dpsgd import train_dpsgd
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.second_accountant import recompute_group_delta
 from expunge.errors import InputError, UnlearningError, VerificationError
-from expunge.group import group_log_delta
-from expunge.recomputation_dpsgd import recompute_group_delta
-from expunge.weights import save_weights
+from expunge.processes.weights import save_weights
+from expunge.training.batches import Batches
 
 torch.set_num_threads(1)
 N = 40

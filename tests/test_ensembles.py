@@ -12,12 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from expunge import compiling, ensembles, train, train_many
+from augmentation import Augmentation
+from expunge import train, train_many
 from expunge.errors import InputError
-from expunge.tasks import Augmentation
 from expunge.tasks.networks import dense_net
 from expunge.tasks.samples import normalise
-from expunge.training import TrainingLog
+from expunge.training import compiled as compiling
+from expunge.training import many as ensembles
+from expunge.training.train import TrainingLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MAKE = compiling.make_compiled

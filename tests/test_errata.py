@@ -16,9 +16,11 @@ import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from expunge import GradientClipping, ModelClipping, gaussian, guarantee, paper
+import paper
+from expunge import GradientClipping, ModelClipping, guarantee
+from expunge.accounting import gaussian
+from expunge.accounting.dpsgd import group_log_delta, log_group_factor
 from expunge.errors import DomainError
-from expunge.group import group_log_delta, log_group_factor
 from expunge.recipes import GroupDPSGD
 
 DELTA = 1e-5

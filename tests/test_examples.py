@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from expunge.certificate import Certificate
-from expunge.directory import FILES
-from expunge.metrics import parse_metrics
-from expunge.scaffolding import write_template
+from expunge.certificates.certificate import Certificate
+from expunge.cli.jobs import write_template
+from expunge.jobs.directory import FILES
+from expunge.reports.metrics import parse_metrics
 from job_folder import make_environment, run
 
 ROOT = Path(__file__).parent.parent

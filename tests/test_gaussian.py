@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from expunge import gaussian
+from expunge.accounting import gaussian
 
 TINY = float(np.finfo(float).tiny)
 BELOW_ONE = float(np.nextafter(1.0, 0.0))

@@ -10,9 +10,10 @@ import mpmath
 import numpy as np
 import pytest
 
-from expunge import GradientClipping, ModelClipping, gaussian, guarantee
-from expunge.accounting import log_delta
-from expunge.iteration import iterate, mix
+from expunge import GradientClipping, ModelClipping, guarantee
+from expunge.accounting import gaussian
+from expunge.accounting.guarantee import log_delta
+from expunge.accounting.theorems import iterate, mix
 
 GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())
 

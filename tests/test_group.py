@@ -13,20 +13,22 @@ from dp_accounting import pld, rdp
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
-from expunge import calibrate, gaussian, guarantee
-from expunge.accounting import Execution, log_delta
-from expunge.errors import InputError
-from expunge.group import (
+from expunge import calibrate, guarantee
+from expunge.accounting import gaussian
+from expunge.accounting.dpsgd import (
+    Losses,
     _mixture_losses,
     _parts,
+    compose_log_delta,
     group_epsilon,
     group_log_delta,
     log_group_factor,
     renyi_divergence,
     textbook_log_delta,
 )
-from expunge.privacy_loss import Losses, compose_log_delta
-from expunge.recipes import GroupDPSGD
+from expunge.accounting.guarantee import log_delta
+from expunge.errors import InputError
+from expunge.recipes import Execution, GroupDPSGD
 
 
 def recipe(sigma: float, q: float, steps: int, k: int = 1) -> GroupDPSGD:

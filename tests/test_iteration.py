@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from expunge.iteration import (
+from expunge.accounting.theorems import (
     ENOUGH,
     descend_constant,
     iterate,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from expunge.errors import InputError
-from expunge.jobs import run_job
+from expunge.jobs.run import run_job
 from job_folder import list_files, write_job
 
 WORK = ".run.unfinished"

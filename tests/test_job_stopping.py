@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from expunge.certificates.verification import verify
 from expunge.errors import UnlearningError
-from expunge.jobs import run_job
-from expunge.verification import verify
+from expunge.jobs.run import run_job
 from job_folder import call, command, make_environment, write_job
 
 WORK = ".run.unfinished"

@@ -5,12 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from expunge.cli.jobs import TEMPLATES, write_template
 from expunge.errors import InputError
-from expunge.joberrors import find_lines
-from expunge.jobfile import read_job
-from expunge.jobmethods import settle
-from expunge.jobtables import RUNNABLE, TABLES, MethodTable, PlanTable
-from expunge.scaffolding import TEMPLATES, write_template
+from expunge.jobs.jobfile import read_job
+from expunge.jobs.methods import settle
+from expunge.jobs.tables import RUNNABLE, TABLES, MethodTable, PlanTable, find_lines
 
 VALID = """\
 [model]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from expunge import verify
-from expunge.jobfile import read_job
-from expunge.jobfolders import check_folder, find_shared, run_folder
-from expunge.jobidentity import hash_job
-from expunge.manyruns import Pool
+from expunge.jobs.directory import hash_job
+from expunge.jobs.folder import check_folder, find_shared, run_folder
+from expunge.jobs.jobfile import read_job
+from expunge.jobs.many import Pool
 from job_folder import call, command, list_files, make_environment, write_job
 
 torch.set_num_threads(1)

@@ -10,14 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from expunge.certificate import Certificate
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.identifiers import opens
+from expunge.certificates.record import RunRecord
+from expunge.certificates.signing import generate_key_pair
+from expunge.certificates.verification import verify
 from expunge.errors import ExpungeError, InputError, UnlearningError
-from expunge.jobs import run_job
-from expunge.metrics import parse_metrics
-from expunge.previewing import preview_job
-from expunge.record import RunRecord, opens
-from expunge.signing import generate_key_pair
-from expunge.verification import verify
+from expunge.jobs.preview import preview_job
+from expunge.jobs.run import run_job
+from expunge.reports.metrics import parse_metrics
 from job_folder import call, list_files, run, write_job
 
 
@@ -209,7 +210,7 @@ def test_a_callback_hears_of_everything_and_may_fail(
     told = [json.loads(line)["event"] for line in lines]
     assert (tmp_path / "heard.txt").read_text().split("\n")[:-1] == told
     monkeypatch.setenv("TRACKED", "/nowhere/heard.txt")
-    monkeypatch.setattr("expunge.tracking.LOG.propagate", True)
+    monkeypatch.setattr("expunge.jobs.tracking.LOG.propagate", True)
     run_job(path, out=tmp_path / "two")
     assert caplog.text.count("output.callback failed and is not called again") == 1
     verify(tmp_path / "two" / "certificate.json")

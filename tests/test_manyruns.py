@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from expunge import InputError, run_many
-from expunge import raycluster as rays
 from expunge.files import hold_lock
-from expunge.manyruns import Pool, Task
+from expunge.jobs import many as rays
+from expunge.jobs.many import Pool, Task
 
 HERE = str(Path(__file__).parent)
 

@@ -7,24 +7,23 @@ import pytest
 import torch
 from scipy import special
 
+import paper
 from defects import repeat_noise
-from expunge import (
-    GradientClipping,
-    InputError,
-    ModelClipping,
-    OutputPerturbation,
-    calibrate,
-    paper,
+from expunge import GradientClipping, InputError, ModelClipping, OutputPerturbation, calibrate
+from expunge.accounting.guarantee import guarantee, log_delta
+from expunge.accounting.precision import choose_precision
+from expunge.auditing.attacks import (
+    Instructions,
+    Trials,
+    list_adversaries,
+    replaces_first_step,
 )
-from expunge.accounting import guarantee, log_delta
-from expunge.adversaries import Instructions, Trials, list_adversaries, replaces_first_step
-from expunge.auditing import Claim
-from expunge.mechanism import audit_mechanism, make_claim
-from expunge.noise import SeededNoise
-from expunge.precision import choose_precision
+from expunge.auditing.bounds import Claim
+from expunge.auditing.mechanism import audit_mechanism, make_claim
+from expunge.auditing.trials import unlearn_stack
+from expunge.noisy.noise import SeededNoise
+from expunge.noisy.run import unlearn
 from expunge.recipes import schedule
-from expunge.stacking import unlearn_stack
-from expunge.unlearning import unlearn
 from random_recipes import audit_place
 
 torch.set_num_threads(1)

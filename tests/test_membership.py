@@ -22,18 +22,19 @@ from expunge import (
     SeededNoise,
     calibrate,
 )
-from expunge.membership import (
+from expunge.auditing.membership import (
     Signals,
     bound_roc,
     examine,
     measure_attack,
+    read_signals,
+    run_shadows,
     save_membership,
     score_ratio,
     trace_roc,
 )
-from expunge.shadowing import read_signals, run_shadows
+from expunge.noisy.run import unlearn
 from expunge.tasks import digits
-from expunge.unlearning import unlearn
 
 torch.set_num_threads(1)
 RECIPE = calibrate(

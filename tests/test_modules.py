@@ -12,9 +12,9 @@ from torch.nn.functional import avg_pool2d, cross_entropy, relu
 from engine import equal, without_onednn
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify
 from expunge.errors import UnlearningError
-from expunge.noise import SeededNoise, SystemNoise
-from expunge.unlearning import unlearn
-from expunge.weights import hash_weights, save_weights
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights, save_weights
 
 torch.set_num_threads(1)
 

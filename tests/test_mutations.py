@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from defects import AUDITED, DEFECTS, Caught, audit_engine, check_engine, injected
-from expunge.mechanism import audit_mechanism
+from expunge.auditing.mechanism import audit_mechanism
 
 torch.set_num_threads(1)
 DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"

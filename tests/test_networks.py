@@ -12,10 +12,12 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from expunge.compiling import find_compiler
+import features
 from expunge.errors import InputError
-from expunge.tasks import Samples, Task, features, networks, number_ids
-from expunge.tasks.features import Backbone, cache_path, extract, extract_task, load_resnet18
+from expunge.tasks import networks
+from expunge.tasks.samples import Samples, Task, number_ids
+from expunge.training.compiled import find_compiler
+from features import Backbone, cache_path, extract, extract_task, load_resnet18
 
 
 @pytest.fixture(autouse=True)
@@ -282,7 +284,7 @@ def test_a_compiled_backbone_gives_the_same_features(
         with torch.no_grad():
             found = extract(samples, backbone, batch_size=4, cache=False, compile=True)
         torch.testing.assert_close(found.inputs, plain.inputs, rtol=1e-4, atol=1e-5)
-    monkeypatch.setattr("expunge.tasks.features.find_compiler", lambda: None)
+    monkeypatch.setattr("features.find_compiler", lambda: None)
     with pytest.raises(InputError, match="compile is True; it must be False: there is no C"):
         extract(samples, backbone, batch_size=4, cache=False, compile=True)
 

@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import expunge.noise as module
+import expunge.noisy.noise as module
 from expunge.errors import ExpungeError, InputError, UnlearningError
-from expunge.noise import NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.noise import NoiseStream, SeededNoise, SystemNoise
 
 CHUNK = 2 * module._PAIRS
 SOURCES = [SystemNoise(), SeededNoise(3)]

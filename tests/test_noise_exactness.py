@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from mpmath import MPContext
 from scipy import stats
 
-import expunge.noise as module
-from expunge.noise import NoiseStream, SeededNoise, SystemNoise
+import expunge.noisy.noise as module
+from expunge.noisy.noise import NoiseStream, SeededNoise, SystemNoise
 
 SOURCES = [SystemNoise(), SeededNoise(3)]
 mp = MPContext()

@@ -10,9 +10,11 @@ import pytest
 from dp_accounting import rdp
 from mpmath import mp
 
-from expunge import GradientClipping, ModelClipping, OutputPerturbation, gaussian, guarantee, paper
+import paper
+from expunge import GradientClipping, ModelClipping, OutputPerturbation, guarantee
+from expunge.accounting import gaussian
+from expunge.accounting.dpsgd import group_log_delta, log_group_factor
 from expunge.errors import DomainError, InputError
-from expunge.group import group_log_delta, log_group_factor
 from expunge.recipes import GroupDPSGD, NoisyDescent, Retraining, RewindToDelete
 
 DELTAS = (1e-12, 1e-5, 0.01, 0.5)

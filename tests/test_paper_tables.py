@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from expunge import GradientClipping, ModelClipping, OutputPerturbation, gaussian, guarantee, paper
+import paper
+from expunge import GradientClipping, ModelClipping, OutputPerturbation, guarantee
+from expunge.accounting import gaussian
 
 DATA = Path(__file__).parent / "data"
 DELTA = 1e-5

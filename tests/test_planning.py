@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from expunge import Execution, InputError, guarantee, plan
-from expunge.precision import choose_precision
+from expunge.accounting.precision import choose_precision
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(0.1, 1e-6), (1.0, 1e-5), (10.0, 1e-5)])

@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 
 from engine import NOISY
 from expunge import GradientClipping, InputError, ModelClipping, OutputPerturbation, guarantee
-from expunge.accounting import Execution
-from expunge.precision import LARGEST_CELL, bound_rounding, choose_precision, list_levels
+from expunge.accounting.precision import (
+    LARGEST_CELL,
+    bound_rounding,
+    choose_precision,
+    list_levels,
+)
+from expunge.recipes import Execution
 
 SIZES = [1, 4_000, 20_042, 11_000_000, 100_000_000]
 GENTLE = GradientClipping(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from expunge import gaussian
-from expunge.accounting import Execution, guarantee, log_delta, mu, survival_bound
-from expunge.iteration import ENOUGH
-from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
+from expunge.accounting import gaussian
+from expunge.accounting.guarantee import guarantee, log_delta, mu, survival_bound
+from expunge.accounting.theorems import ENOUGH
+from expunge.recipes import Execution, GradientClipping, ModelClipping, OutputPerturbation, schedule
 
 some = settings(max_examples=120, deadline=None, derandomize=True)
 FACTORS = st.floats(1.0, 20.0)

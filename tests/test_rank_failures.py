@@ -12,11 +12,11 @@ import pytest
 from safetensors.torch import load_file
 
 from expunge import InputError, VerificationError, verify
-from expunge.loading import read_weights
-from expunge.processes import Processes
-from expunge.record import RunRecord
-from expunge.shardfiles import INDEX
-from expunge.teamjobs import check_kind
+from expunge.certificates.hashing import INDEX
+from expunge.certificates.record import RunRecord
+from expunge.jobs.loading import read_weights
+from expunge.jobs.ranks import check_kind
+from expunge.processes.group import Processes
 from job_folder import call, write_job
 from ranks import (
     HERE,

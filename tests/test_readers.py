@@ -16,13 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expunge.errors import InputError
-from expunge.tasks.readers import (
-    check_digest,
-    check_labels,
-    read_cifar_binary,
-    read_cifar_pickle,
-    read_idx,
-)
+from readers import check_digest, check_labels, read_cifar_binary, read_cifar_pickle, read_idx
 
 
 def encode_idx(array: np.ndarray) -> bytes:

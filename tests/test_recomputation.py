@@ -7,15 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expunge import accounting, theorems
-from expunge.accounting import Execution, guarantee
-from expunge.recipes import (
-    GradientClipping,
-    ModelClipping,
-    OutputPerturbation,
-    Recipe,
-)
-from expunge.recomputation import list_restarts, make_context, recompute, theta
+from expunge.accounting import guarantee as accounting
+from expunge.accounting import theorems
+from expunge.accounting.guarantee import guarantee
+from expunge.certificates.second_accountant import list_restarts, make_context, recompute, theta
+from expunge.recipes import Execution, GradientClipping, ModelClipping, OutputPerturbation, Recipe
 from handmade import GRADIENT
 
 positive = st.floats(0.01, 3.0)

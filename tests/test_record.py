@@ -11,17 +11,18 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expunge.errors import CertificateError, InputError
-from expunge.files import read_limited, write_atomic
-from expunge.hashing import (
+from expunge.certificates.hashing import (
     combine_leaves,
     hash_leaf,
     hash_safetensors,
     hash_tensors,
     write_safetensors,
 )
+from expunge.certificates.identifiers import Commitment, commit, opens
+from expunge.certificates.record import FineTuning, RunRecord, Trace
+from expunge.errors import CertificateError, InputError
+from expunge.files import read_limited, write_atomic
 from expunge.recipes import GradientClipping
-from expunge.record import Commitment, FineTuning, RunRecord, Trace, commit, opens
 from handmade import GRADIENT, RECIPES, SALT, WEIGHTS, hash_of, make_record, make_trace
 
 # --- commitments

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from expunge.reporting import write_report
-from expunge.verification import verify
+from expunge.certificates.verification import verify
+from expunge.reports.page import write_report
 from report_run import launch_chromium, make_real_run
 
 pytestmark = pytest.mark.skipif(

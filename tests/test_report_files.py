@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from expunge.certificate import Certificate, certify
+from expunge.certificates.certificate import Certificate, certify
+from expunge.certificates.record import RunRecord
 from expunge.errors import ExpungeError, InputError
-from expunge.record import RunRecord
-from expunge.reporting import render_report, write_report
+from expunge.reports.page import render_report, write_report
 from handmade import make_record, make_run
 from pages import METRICS, Page
 

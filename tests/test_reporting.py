@@ -13,13 +13,12 @@ from typing import Any
 import mpmath
 import pytest
 
-from expunge.accounting import Execution
-from expunge.certificate import Certificate, certify
+from expunge.certificates.certificate import Certificate, certify
+from expunge.certificates.signing import generate_key_pair
 from expunge.errors import InputError, VerificationError
-from expunge.recipes import GradientClipping
-from expunge.reporting import TEMPLATES, render_report
-from expunge.signing import generate_key_pair
-from expunge.tables import format_exact
+from expunge.recipes import Execution, GradientClipping
+from expunge.reports.page import TEMPLATES, render_report
+from expunge.reports.tables import format_exact
 from handmade import GRADIENT, MODEL, OUTPUT, PARAMETERS, RECIPES, make_record, make_trace
 from pages import AUDIT, METRICS, Page
 

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 from engine import GRADIENT, MODEL, OUTPUT, SCHEDULED, equal, make_batches, make_mlp
 from expunge import InputError, certify
-from expunge.noise import SeededNoise, SystemNoise
-from expunge.unlearning import unlearn
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
 
 torch.set_num_threads(1)
 KILLS = 20

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy import special, stats
 
-from expunge.noise import SeededNoise, SystemNoise
+from expunge.noisy.noise import SeededNoise, SystemNoise
 
 FALSE_ALARM = 1e-9
 VALUES = 2_000_000

@@ -15,18 +15,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cifar
+import mnist
 from expunge.errors import ExpungeError, InputError
-from expunge.tasks import (
-    Samples,
-    cifar,
-    digits,
-    mnist,
-    normalise,
-    number_ids,
-    read_ids,
-    split_forget,
-    split_validation,
-)
+from expunge.jobs.data import read_ids
+from expunge.tasks import digits
+from expunge.tasks.samples import Samples, normalise, number_ids, split_forget, split_validation
 
 real_data = pytest.mark.skipif(
     "EXPUNGE_DATA" not in os.environ,

@@ -9,17 +9,18 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from augmentation import Augmentation
 from engine import GRADIENT, equal, make_batches, make_mlp, train_by_hand
 from expunge import InputError, UnlearningError, certify
-from expunge.batching import Batches
-from expunge.noise import SeededNoise
-from expunge.randomness import capture_random
-from expunge.record import opens
+from expunge.certificates.identifiers import opens
+from expunge.noisy.noise import SeededNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights
 from expunge.tasks import digits
-from expunge.tasks.augmentation import Augmentation
-from expunge.training import evaluate, fine_tune, schedule_factor, train
-from expunge.unlearning import unlearn
-from expunge.weights import hash_weights
+from expunge.training.batches import Batches
+from expunge.training.evaluation import evaluate
+from expunge.training.randomness import capture_random
+from expunge.training.train import fine_tune, schedule_factor, train
 
 torch.set_num_threads(1)
 

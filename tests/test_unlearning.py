@@ -21,11 +21,12 @@ from engine import (
     without_onednn,
 )
 from expunge import ExpungeError, InputError, Retraining, UnlearningError, guarantee
-from expunge.batching import Batches
-from expunge.noise import SeededNoise
-from expunge.record import opens
-from expunge.unlearning import Run, unlearn
-from expunge.weights import hash_weights
+from expunge.certificates.identifiers import opens
+from expunge.certificates.record import Run
+from expunge.noisy.noise import SeededNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights
+from expunge.training.batches import Batches
 
 torch.set_num_threads(1)
 

@@ -16,23 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge import (
-    Batches,
-    GradientClipping,
-    ModelClipping,
-    SeededNoise,
-    capturing,
-    compiling,
-    drawing,
-    gradients,
-    stepping,
-    unlearn,
-    unrolling,
-)
-from expunge.checking import find_contradictions
-from expunge.drawing import Drawing
-from expunge.noise import NoiseStream
+from expunge import Batches, GradientClipping, ModelClipping, SeededNoise, unlearn
+from expunge.certificates.consistency import find_contradictions
+from expunge.noisy import gradients, unrolling
+from expunge.noisy import loop as stepping
+from expunge.noisy import noise as drawing
+from expunge.noisy.noise import Drawing, NoiseStream
 from expunge.tasks.networks import dense_net
+from expunge.training import compiled as capturing
+from expunge.training import compiled as compiling
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 MAKE = compiling.make_compiled

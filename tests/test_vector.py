@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from expunge import vector as vector_module
-from expunge.drawing import Drawing
-from expunge.noise import SeededNoise
-from expunge.precision import LARGEST_CELL
-from expunge.vector import FloatVector, GridVector, Update, clip_factor
+from expunge.accounting.precision import LARGEST_CELL
+from expunge.noisy import vector as vector_module
+from expunge.noisy.noise import Drawing, SeededNoise
+from expunge.noisy.vector import FloatVector, GridVector, Update, clip_factor
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
 RADII = st.floats(min_value=1e-30, max_value=1e30)

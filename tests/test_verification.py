@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import rfc8785
 
-from expunge.certificate import Certificate, certify, parse
+from expunge.certificates.certificate import Certificate, certify, parse
+from expunge.certificates.hashing import write_safetensors
+from expunge.certificates.signing import generate_key_pair
+from expunge.certificates.verification import verify, verify_chain
 from expunge.errors import CertificateError, InputError, UnlearningError, VerificationError
-from expunge.hashing import write_safetensors
-from expunge.signing import generate_key_pair
-from expunge.verification import verify, verify_chain
 from handmade import (
     GRADIENT,
     WEIGHTS,
@@ -347,7 +347,7 @@ def test_releases_compose(tmp_path) -> None:
 
 def test_what_cannot_be_recomputed_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe that breaks the second computation is a difference, never a traceback."""
-    import expunge.verification as verification
+    import expunge.certificates.verification as verification
 
     def overflow(*_: object) -> None:
         raise OverflowError("too large")

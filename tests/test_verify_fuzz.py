@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from expunge.certificate import Certificate
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.signing import generate_key_pair
+from expunge.certificates.verification import verify
 from expunge.errors import CertificateError, VerificationError
-from expunge.signing import generate_key_pair
-from expunge.verification import verify
 from handmade import OUTPUT, make_run
 
 FAILS = VerificationError, CertificateError

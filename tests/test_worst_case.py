@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from expunge import gaussian
-from expunge.accounting import guarantee, mu
+from expunge.accounting import gaussian
+from expunge.accounting.guarantee import guarantee, mu
 from expunge.recipes import GradientClipping, ModelClipping, schedule
 
 RUNS = 400_000

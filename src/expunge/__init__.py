@@ -16,42 +16,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expunge.accounting import Bound, Execution, Guarantee, guarantee
-    from expunge.auditing import Audit
-    from expunge.baselines import GaussianInitialisation, retrain
-    from expunge.batching import Batches
-    from expunge.calibration import calibrate
-    from expunge.certificate import Certificate, certify
-    from expunge.directory import write_run
-    from expunge.dpsgd import train_dpsgd
-    from expunge.ensembles import train_many
+    from expunge.accounting.calibration import calibrate
+    from expunge.accounting.guarantee import guarantee
+    from expunge.accounting.planning import Candidate, Plan, plan
+    from expunge.auditing.bounds import Audit
+    from expunge.auditing.mechanism import audit_mechanism, audit_run
+    from expunge.baselines.dpsgd import train_dpsgd
+    from expunge.baselines.retraining import GaussianInitialisation, retrain
+    from expunge.certificates.certificate import Certificate, certify
+    from expunge.certificates.identifiers import commit, opens
+    from expunge.certificates.record import Run, RunRecord
+    from expunge.certificates.verification import verify, verify_chain
     from expunge.errors import (
         CalibrationError,
         CertificateError,
-        DomainError,
         ExpungeError,
         InputError,
+        RunError,
         UnlearningError,
         VerificationError,
     )
-    from expunge.finetuning import fine_tune_many
-    from expunge.manyruns import Outcome, run_many
-    from expunge.mechanism import audit_mechanism, audit_run
-    from expunge.noise import SeededNoise, SystemNoise
-    from expunge.planning import Candidate, Plan, plan
+    from expunge.jobs.directory import write_run
+    from expunge.jobs.many import Outcome, run_many
+    from expunge.noisy.noise import SeededNoise, SystemNoise
+    from expunge.noisy.run import unlearn
     from expunge.recipes import (
+        Bound,
+        Execution,
         GradientClipping,
         GroupDPSGD,
+        Guarantee,
         ModelClipping,
         NoisyDescent,
         OutputPerturbation,
         Retraining,
         RewindToDelete,
     )
-    from expunge.record import RunRecord, commit, opens
-    from expunge.training import Evaluation, TrainingLog, evaluate, fine_tune, train
-    from expunge.unlearning import Run, unlearn
-    from expunge.verification import verify, verify_chain
+    from expunge.training.batches import Batches
+    from expunge.training.evaluation import Evaluation, evaluate
+    from expunge.training.many import fine_tune_many, train_many
+    from expunge.training.train import TrainingLog, fine_tune, train
 
 __version__ = "0.1.0"
 
@@ -63,7 +67,6 @@ __all__ = [
     "Candidate",
     "Certificate",
     "CertificateError",
-    "DomainError",
     "Evaluation",
     "Execution",
     "ExpungeError",
@@ -80,6 +83,7 @@ __all__ = [
     "Retraining",
     "RewindToDelete",
     "Run",
+    "RunError",
     "RunRecord",
     "SeededNoise",
     "SystemNoise",
@@ -109,42 +113,46 @@ __all__ = [
 ]
 
 _HOMES = {
-    "accounting": ("Bound", "Execution", "Guarantee", "guarantee"),
-    "auditing": ("Audit",),
-    "baselines": ("GaussianInitialisation", "retrain"),
-    "batching": ("Batches",),
-    "calibration": ("calibrate",),
-    "certificate": ("Certificate", "certify"),
-    "directory": ("write_run",),
-    "dpsgd": ("train_dpsgd",),
-    "ensembles": ("train_many",),
+    "accounting.calibration": ("calibrate",),
+    "accounting.guarantee": ("guarantee",),
+    "accounting.planning": ("Candidate", "Plan", "plan"),
+    "auditing.bounds": ("Audit",),
+    "auditing.mechanism": ("audit_mechanism", "audit_run"),
+    "baselines.dpsgd": ("train_dpsgd",),
+    "baselines.retraining": ("GaussianInitialisation", "retrain"),
+    "certificates.certificate": ("Certificate", "certify"),
+    "certificates.identifiers": ("commit", "opens"),
+    "certificates.record": ("Run", "RunRecord"),
+    "certificates.verification": ("verify", "verify_chain"),
     "errors": (
         "CalibrationError",
         "CertificateError",
-        "DomainError",
         "ExpungeError",
         "InputError",
+        "RunError",
         "UnlearningError",
         "VerificationError",
     ),
-    "finetuning": ("fine_tune_many",),
-    "manyruns": ("Outcome", "run_many"),
-    "mechanism": ("audit_mechanism", "audit_run"),
-    "noise": ("SeededNoise", "SystemNoise"),
-    "planning": ("Candidate", "Plan", "plan"),
+    "jobs.directory": ("write_run",),
+    "jobs.many": ("Outcome", "run_many"),
+    "noisy.noise": ("SeededNoise", "SystemNoise"),
+    "noisy.run": ("unlearn",),
     "recipes": (
+        "Bound",
+        "Execution",
         "GradientClipping",
         "GroupDPSGD",
+        "Guarantee",
         "ModelClipping",
         "NoisyDescent",
         "OutputPerturbation",
         "Retraining",
         "RewindToDelete",
     ),
-    "record": ("RunRecord", "commit", "opens"),
-    "training": ("Evaluation", "TrainingLog", "evaluate", "fine_tune", "train"),
-    "unlearning": ("Run", "unlearn"),
-    "verification": ("verify", "verify_chain"),
+    "training.batches": ("Batches",),
+    "training.evaluation": ("Evaluation", "evaluate"),
+    "training.many": ("fine_tune_many", "train_many"),
+    "training.train": ("TrainingLog", "fine_tune", "train"),
 }
 
 

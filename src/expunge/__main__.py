@@ -1,5 +1,5 @@
 """``python -m expunge`` is the command line."""
 
-from expunge.cli import main
+from expunge.cli.main import main
 
 main()

@@ -2,9 +2,9 @@
 
     ExpungeError
     ├── InputError (ValueError)   a value the user gave is unusable                    exit 2
-    │   └── DomainError           a formula was asked outside its domain               exit 2
     ├── CalibrationError          no value of the free parameter can meet the target   exit 2
     ├── UnlearningError           a model or data set that cannot be certified         exit 2
+    ├── RunError                  a process, disk or signal failed: may be tried again exit 3
     ├── CertificateError          a file that is not a usable certificate              exit 2
     └── VerificationError         a certificate that does not hold                     exit 1
 
@@ -34,16 +34,18 @@ class InputError(ExpungeError, ValueError):
         return cls(f"{field} is {value!r}; it must be {valid}")
 
 
-class DomainError(InputError):
-    """A formula was asked for outside the domain where it is sound."""
-
-
 class CalibrationError(ExpungeError):
     """No value of the free parameter can meet the target; the sentence says why."""
 
 
 class UnlearningError(ExpungeError):
     """A model, data set or loss that cannot be unlearned with a certificate."""
+
+
+class RunError(ExpungeError):
+    """A run that failed for a reason outside it: a lost process, a full disk. It may be tried again."""
+
+    exit_code = 3
 
 
 class CertificateError(ExpungeError):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import secrets
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from expunge.errors import CertificateError, InputError
 
@@ -87,3 +90,22 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def to_plain(value: Any) -> Any:
+    """Dataclasses as dictionaries; infinities and NaN, which JSON does not have, as None.
+
+    >>> to_plain({"epsilon": math.inf, "steps": (1, 2)})
+    {'epsilon': None, 'steps': [1, 2]}
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value)]
+        return {name: to_plain(getattr(value, name)) for name in names}
+    if isinstance(value, Mapping):
+        items = cast(Mapping[str, Any], value).items()
+        return {key: to_plain(item) for key, item in items}
+    if isinstance(value, tuple | list):
+        return [to_plain(item) for item in cast(list[Any], value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -385,3 +385,114 @@ def _smooth_problem(recipe: NoisyDescent | RewindToDelete) -> None:
         raise InputError.of("group_size", recipe.group_size, f"below examples = {recipe.examples}")
     if not isinstance(cast(object, recipe.convex), bool):
         raise InputError.of("convex", recipe.convex, "true or false")
+
+
+ComparedTo = Literal["retrained", "centre"]
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, float | int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One (ε, δ) statement; ``mu`` where the pair of laws is μ-GDP, None where no μ is known."""
+
+    epsilon: float
+    delta: float
+    mu: float | None
+
+
+@dataclass(frozen=True)
+class Guarantee:
+    """What a recipe certifies, for both choices of the certifying algorithm.
+
+    ``epsilon``, ``delta`` and ``mu`` are those of ``compared_to``; ``survival_bound`` is the
+    largest difference in probability that *any* event about the released model can show between
+    a run from the old model and one that never saw it (THEORY, section 6). ``centre`` and
+    ``survival_bound`` are None for methods that do not start from the old model at all.
+    """
+
+    epsilon: float
+    delta: float
+    mu: float | None
+    compared_to: ComparedTo
+    theorem: str
+    retrained: Bound
+    centre: Bound | None
+    survival_bound: float | None
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What running a recipe on a real machine adds to the account.
+
+    ``rounding``: what finite precision adds to each step's sensitivity (grid · √d), but where a
+    step ends in a projection, which rounds towards the centre and adds nothing;
+    ``tail_delta``: the total-variation distance of the noise that was drawn from the ideal one;
+    ``releases``: how many noisy runs of the same old model were released (√n · μ together).
+    """
+
+    rounding: float = 0.0
+    tail_delta: float = 0.0
+    releases: int = 1
+
+    def __post_init__(self) -> None:
+        if not (is_number(self.rounding) and 0 <= self.rounding < math.inf):
+            raise InputError.of("rounding", self.rounding, "a finite number >= 0")
+        if not (is_number(self.tail_delta) and 0 <= self.tail_delta < 1):
+            raise InputError.of("tail_delta", self.tail_delta, "a number in [0, 1)")
+        if not (is_number(self.releases) and 1 <= self.releases == self.releases // 1):
+            raise InputError.of("releases", self.releases, "a whole number >= 1")
+
+
+IDEAL = Execution()
+
+DescentRecipe = NoisyDescent | RewindToDelete
+Kind = Literal["softmax-regression", "stated"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What was trained. ``feature_clip`` B, ``features`` (the bias included) and ``classes`` are
+    given for softmax regression, whose constants follow from them, and for nothing else.
+
+    >>> Problem("softmax-regression", feature_clip=1.0, features=65, classes=10).size
+    650
+    """
+
+    kind: Kind
+    feature_clip: float | None = None
+    features: int | None = None
+    classes: int | None = None
+
+    def __post_init__(self) -> None:
+        given = (self.feature_clip, self.features, self.classes)
+        if self.kind == "stated":
+            if given != (None, None, None):
+                raise InputError("a problem with stated constants has no feature_clip, features …")
+            return
+        if self.kind != "softmax-regression":
+            raise InputError.of("kind", self.kind, "'softmax-regression' or 'stated'")
+        check_feature_clip(self.feature_clip)
+        object.__setattr__(self, "feature_clip", float(self.feature_clip or 0.0))
+        for name, value, least in (("features", self.features, 1), ("classes", self.classes, 2)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise InputError.of(name, value, f"a whole number >= {least}")
+
+    @property
+    def size(self) -> int | None:
+        """The number of parameters, where the problem fixes it."""
+        if self.features is None or self.classes is None:
+            return None
+        return self.features * self.classes
+
+
+STATED = Problem("stated")
+
+
+def check_feature_clip(value: object) -> None:
+    """B is a finite number > 0."""
+    real = isinstance(value, float | int) and not isinstance(value, bool)
+    if not (real and 0 < cast(float, value) < math.inf):
+        raise InputError.of("feature_clip", value, "a finite number > 0")

@@ -12,16 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from expunge.tasks.samples import (
-    Samples,
-    Task,
-    number_ids,
-    read_ids,
-    split_forget,
-    split_validation,
-)
-
-__all__ = ["load", "read_ids", "split_forget"]
+from expunge.tasks.samples import Samples, Task, number_ids, split_validation
 
 TEST_SEED = 1_797
 HALF_RANGE = 8 / 255

@@ -7,13 +7,10 @@ fixed across versions: the same seed gives the same split everywhere.
 
 from __future__ import annotations
 
-import csv
-import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -191,28 +188,6 @@ def split_validation(
     return samples.take(np.flatnonzero(~chosen)), samples.take(np.flatnonzero(chosen))
 
 
-def read_ids(path: str | Path, column: str | None = None) -> list[str]:
-    """Identifiers from a text file, one per line, or from a ``column`` of a CSV or Parquet file.
-
-    Blank lines are skipped and spaces around an identifier dropped. Parquet needs ``pyarrow``.
-    """
-    file = Path(path)
-    try:
-        if file.suffix == ".parquet":
-            found = _read_parquet(file, column)
-        elif column is not None or file.suffix == ".csv":
-            found = _read_csv(file, column)
-        else:
-            found = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"file of identifiers {file} cannot be read: {reason}") from error
-    names = [name for line in found if (name := line.strip())]
-    if not names:
-        raise InputError(f"file of identifiers {file} names no identifier; it must name at least 1")
-    return names
-
-
 def _shuffle(count: int, seed: int) -> npt.NDArray[np.int64]:
     """A permutation of 0 … count-1: the order of ``count`` raw 64-bit numbers."""
     if isinstance(seed, bool) or not isinstance(cast(object, seed), int) or seed < 0:
@@ -271,23 +246,3 @@ def _require_unique(ids: Ids) -> None:
     if len(unique) != len(ids):
         name = str(unique[counts > 1][0])
         raise InputError(f"two samples share the identifier {name!r}; each must have its own")
-
-
-def _read_csv(file: Path, column: str | None) -> list[str]:
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text)
-        columns = list(rows.fieldnames or ())
-        if column is None or column not in columns:
-            raise InputError.of(f"column of {file}", column, f"one of {columns}")
-        return [row[column] or "" for row in rows]
-
-
-def _read_parquet(file: Path, column: str | None) -> list[str]:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
-    columns: list[str] = parquet.read_schema(file).names
-    if column is None or column not in columns:
-        raise InputError.of(f"column of {file}", column, f"one of {columns}")
-    return [str(name) for name in parquet.read_table(file, columns=[column])[column].to_pylist()]

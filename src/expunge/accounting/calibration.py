@@ -1,0 +1,230 @@
+"""The free parameter that just meets a target (ε, δ), never on the unsafe side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal, TypeVar
+
+from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee, log_delta
+from expunge.accounting.precision import choose_descent_precision, choose_precision
+from expunge.accounting.solving import bracket, tighten
+from expunge.errors import CalibrationError, InputError
+from expunge.recipes import (
+    IDEAL,
+    STATED,
+    ComparedTo,
+    Execution,
+    GradientClipping,
+    GroupDPSGD,
+    ModelClipping,
+    NoisyDescent,
+    OutputPerturbation,
+    Problem,
+    Recipe,
+    Retraining,
+    RewindToDelete,
+)
+
+AnyRecipe = TypeVar(
+    "AnyRecipe",
+    OutputPerturbation,
+    GradientClipping,
+    ModelClipping,
+    GroupDPSGD,
+    NoisyDescent,
+    RewindToDelete,
+    Retraining,
+)
+SMALLEST, LARGEST, MOST_STEPS = 1e-150, 1e150, 2**40
+
+
+def calibrate(
+    make: Callable[[float], AnyRecipe],
+    *,
+    epsilon: float,
+    delta: float,
+    compared_to: ComparedTo = "retrained",
+    find: Literal["smallest", "largest", "fewest"] = "smallest",
+    start: float = 1.0,
+    parameters: int | None = None,
+    problem: Problem = STATED,
+    execution: Execution = IDEAL,
+    relative: float = 1e-11,
+) -> AnyRecipe:
+    """The recipe ``make(x)`` with the best ``x`` that still meets (ε, δ).
+
+    ``find="smallest"``: the smallest real x, for a noise (more of it is safer);
+    ``find="largest"``: the largest real x, for a clip (less of it is safer);
+    ``find="fewest"``: the smallest whole x, for a number of steps.
+    The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
+    of the best one. With ``parameters``, the number of certified parameters, the target is met by
+    a real run of that many, whose finite precision costs a little (``expunge.accounting.precision``); in
+    full-batch descent ``problem`` says of which model.
+    ``start`` is where the search begins, if evaluating far from it is costly.
+
+    >>> from expunge import OutputPerturbation
+    >>> from expunge import calibrate
+    >>> recipe = calibrate(lambda s: OutputPerturbation(start_clip=0.01, noise_std=s),
+    ...                    epsilon=1.0, delta=1e-5)
+    >>> round(recipe.noise_std, 6)
+    0.074613
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    if not 0 < start < math.inf:
+        raise InputError.of("start", start, "a finite number > 0")
+    if find not in ("smallest", "largest", "fewest"):
+        raise InputError.of("find", find, "'smallest', 'largest' or 'fewest'")
+    target = _Target(epsilon, delta, compared_to, execution)
+    best = _search(make, target, find, start, relative)
+    if parameters is None:
+        return best
+    while True:
+        rounding = execution.rounding + _rounding(best, parameters, problem)
+        if target.on(replace(execution, rounding=rounding)).excess(best) <= 0:
+            return best
+        real = replace(execution, rounding=rounding * (1 + 1e-6))
+        best = _search(make, target.on(real), find, start, relative)
+
+
+def _rounding(recipe: Recipe, parameters: int, problem: Problem) -> float:
+    match recipe:
+        case OutputPerturbation() | GradientClipping() | ModelClipping():
+            return choose_precision(recipe, parameters).rounding
+        case NoisyDescent() | RewindToDelete():
+            return choose_descent_precision(recipe, problem, parameters).rounding
+        case GroupDPSGD() | Retraining():
+            return 0.0
+
+
+@dataclass(frozen=True)
+class _Target:
+    epsilon: float
+    delta: float
+    compared_to: ComparedTo
+    execution: Execution
+
+    def on(self, execution: Execution) -> _Target:
+        return replace(self, execution=execution)
+
+    def excess(self, recipe: Recipe) -> float:
+        """log δ(recipe) - log δ at a hair below ε, so that solving for ε again stays below it."""
+        aim = self.epsilon * (1 - 3e-12)
+        found = log_delta(recipe, aim, compared_to=self.compared_to, execution=self.execution)
+        log_delta_target = math.log(self.delta)
+        return max(found, -1e300) - log_delta_target + 4e-16 * (1 + abs(log_delta_target))
+
+    def refuse(self, recipe: Recipe) -> CalibrationError:
+        reached = guarantee(
+            recipe,
+            epsilon=self.epsilon,
+            compared_to=self.compared_to,
+            execution=self.execution,
+        )
+        return CalibrationError(
+            f"no value meets epsilon = {self.epsilon:g}, delta = {self.delta:g}: even the extreme "
+            f"one leaves delta = {reached.delta:.3g}, because {_limit(recipe, self.execution)}"
+        )
+
+
+def _search(
+    make: Callable[[float], AnyRecipe],
+    target: _Target,
+    find: Literal["smallest", "largest", "fewest"],
+    start: float,
+    relative: float,
+) -> AnyRecipe:
+    def excess(x: float) -> float:
+        return target.excess(make(x))
+
+    match find:
+        case "smallest":
+            ends = bracket(excess, start, lowest=SMALLEST, highest=LARGEST)
+            if ends is None:
+                raise target.refuse(make(LARGEST))
+            if ends[0] <= SMALLEST:
+                return make(0.0 if excess(0.0) <= 0 else ends[1])
+            return make(tighten(excess, *ends, relative=relative))
+        case "largest":
+            return make(_find_largest(excess, make, target, start, relative))
+        case "fewest":
+            return make(_find_fewest(excess, make, target))
+
+
+def _find_largest(
+    excess: Callable[[float], float],
+    make: Callable[[float], Recipe],
+    target: _Target,
+    start: float,
+    relative: float,
+) -> float:
+    """The same search in y = 1/x, which is safer the larger it is; 0 where only nothing is safe."""
+    ends = bracket(lambda y: excess(1 / y), 1 / start, lowest=SMALLEST, highest=LARGEST)
+    if ends is None:
+        if excess(0.0) <= 0:
+            return 0.0
+        raise target.refuse(make(0.0))
+    if ends[0] <= SMALLEST:
+        raise CalibrationError(
+            f"every value up to {1 / ends[1]:g} meets epsilon = {target.epsilon:g}, "
+            f"delta = {target.delta:g}: this parameter is not what limits the guarantee"
+        )
+    best = 1 / tighten(lambda y: excess(1 / y), *ends, relative=relative)
+    while excess(best) > 0:
+        best *= 1 - 2e-16
+    return best
+
+
+def _find_fewest(
+    excess: Callable[[float], float], make: Callable[[float], Recipe], target: _Target
+) -> int:
+    """Doubling, then halving on whole numbers; more steps never hurt, so the first good is best."""
+    bad, good = 0, 1
+    while excess(good) > 0:
+        bad, good = good, good * 2
+        if good > _affordable(make(bad)):
+            raise target.refuse(make(bad))
+    while good - bad > 1:
+        middle = (bad + good) // 2
+        bad, good = (bad, middle) if excess(middle) <= 0 else (middle, good)
+    return good
+
+
+def _affordable(recipe: Recipe) -> int:
+    """How many steps are worth trying: some accountants walk through each of them."""
+    match recipe:
+        case GroupDPSGD():
+            return 1  # more steps of DP-SGD only spend more
+        case ModelClipping() | NoisyDescent():
+            return 2**17
+        case _:
+            return MOST_STEPS
+
+
+def _limit(recipe: Recipe, execution: Execution) -> str:
+    """Which bound keeps the guarantee from getting better."""
+    if execution.tail_delta > 0:
+        return f"the noise sampler's own error is tail_delta = {execution.tail_delta:g}"
+    match recipe:
+        case GradientClipping(weight_decay=0.0):
+            return (
+                "without weight_decay each step adds 2 * learning_rate * grad_clip to the distance "
+                "while noise grows only with the square root of the steps"
+            )
+        case GradientClipping():
+            return (
+                "steps add 2 * learning_rate * grad_clip as fast as weight_decay forgets: the "
+                "distance settles at 2 * grad_clip / weight_decay against noise_std"
+            )
+        case ModelClipping():
+            return "model_clip is so large against noise_std that a step forgets almost nothing"
+        case OutputPerturbation():
+            return "noise_std is zero against a start_clip above zero"
+        case GroupDPSGD():
+            return "a group of group_size examples multiplies epsilon and inflates delta"
+        case NoisyDescent() | RewindToDelete():
+            return "the expansion of the steps outruns their noise"
+        case Retraining():
+            return "retraining has no free parameter"

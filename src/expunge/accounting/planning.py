@@ -1,0 +1,277 @@
+"""Candidate recipes for a target, before anybody looks at a trained weight.
+
+A noisy run ends in weights that are mostly noise: whatever is left of the old model is bounded by
+the guarantee itself (THEORY, section 6). So radii are chosen backwards: the noise that remains in
+the released weights gets the scale of a healthy initialisation, and the largest start that the
+target allows follows from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from expunge.accounting.calibration import calibrate
+from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee
+from expunge.accounting.precision import NoisyRecipe, choose_precision
+from expunge.errors import InputError
+from expunge.files import to_plain
+from expunge.recipes import (
+    IDEAL,
+    ComparedTo,
+    Execution,
+    GradientClipping,
+    Guarantee,
+    ModelClipping,
+    OutputPerturbation,
+    Recipe,
+    Retraining,
+    method_name,
+    to_dict,
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One recipe that meets the target, and what it costs and leaves.
+
+    ``guarantee`` is that of a real run, the cost of finite precision included.
+    ``noise_per_step``: σ; ``noise_left``: the standard deviation of the noise that remains in each
+    released weight; ``expected_norm``: the norm of that noise; ``kept_norm``: the largest norm that
+    the old model's part can have at the end; ``gradient_evaluations``: examples seen in the noisy
+    steps; ``survival_bound``: no event differs more than this from a run without the old model.
+    """
+
+    method: str
+    recipe: Recipe
+    guarantee: Guarantee
+    steps: int
+    noise_per_step: float
+    noise_left: float
+    expected_norm: float
+    kept_norm: float
+    gradient_evaluations: int
+    survival_bound: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The candidates for one target, and what a restart from the centre would do instead."""
+
+    epsilon: float
+    delta: float
+    parameters: int
+    scale: float
+    compared_to: ComparedTo
+    candidates: tuple[Candidate, ...]
+    restart_is_as_good: bool
+    advice: str
+
+
+def plan(
+    *,
+    epsilon: float,
+    delta: float,
+    parameters: int,
+    scale: float | None = None,
+    steps: int = 10,
+    learning_rate: float = 0.01,
+    weight_decay: float = 10.0,
+    batch_size: int = 128,
+    compared_to: ComparedTo = "retrained",
+) -> Plan:
+    """Recipes of each method that meet (ε, δ) and leave noise of standard deviation ``scale``.
+
+    ``scale`` defaults to a LeCun initialisation of a square layer with as many parameters,
+    ``parameters ** -1/4``; give the scale your own layers are initialised with if you know it.
+    Nothing here depends on trained weights or on the forget data, so the radii do not void the
+    certificate (THEORY, section 7).
+
+    >>> p = plan(epsilon=1.0, delta=1e-5, parameters=20_042)
+    >>> [c.method for c in p.candidates]
+    ['output-perturbation', 'gradient-clipping', 'model-clipping', 'retraining']
+    >>> all(c.guarantee.epsilon <= 1.0 for c in p.candidates), p.restart_is_as_good
+    (True, True)
+    """
+    check_epsilon(epsilon)
+    check_delta(delta)
+    for field, value in (("parameters", parameters), ("steps", steps), ("batch_size", batch_size)):
+        if isinstance(value, bool) or value != int(value) or value < 1:
+            raise InputError.of(field, value, "a whole number >= 1")
+    left = float(parameters) ** -0.25 if scale is None else scale
+    if not 0 < left < math.inf:
+        raise InputError.of("scale", scale, "a finite number > 0")
+    recipes: list[Recipe] = [
+        _plan_output(epsilon, delta, left, compared_to),
+        _plan_gradient(
+            epsilon, delta, left, steps, learning_rate, weight_decay, compared_to, parameters
+        ),
+        _plan_model(epsilon, delta, left, steps, learning_rate, weight_decay, compared_to),
+        Retraining(),
+    ]
+    candidates = tuple(
+        _describe(recipe, delta, parameters, batch_size, compared_to) for recipe in recipes
+    )
+    largest = max(c.survival_bound for c in candidates)
+    as_good = largest <= 0.5
+    return Plan(
+        epsilon=epsilon,
+        delta=delta,
+        parameters=int(parameters),
+        scale=left,
+        compared_to=compared_to,
+        candidates=candidates,
+        restart_is_as_good=as_good,
+        advice=_advise(largest, as_good),
+    )
+
+
+def _plan_output(
+    epsilon: float, delta: float, scale: float, compared_to: ComparedTo
+) -> OutputPerturbation:
+    """All the noise in one draw: σ = scale."""
+    return calibrate(
+        lambda C0: OutputPerturbation(start_clip=C0, noise_std=scale),
+        epsilon=epsilon,
+        delta=delta,
+        compared_to=compared_to,
+        find="largest",
+        start=scale,
+    )
+
+
+def _plan_gradient(
+    epsilon: float,
+    delta: float,
+    scale: float,
+    steps: int,
+    learning_rate: float,
+    weight_decay: float,
+    compared_to: ComparedTo,
+    parameters: int,
+) -> GradientClipping:
+    """σ √(Σ ρ^{2k}) = scale; half of the budget for the start, half for what gradients add.
+
+    With ρ = 1 - γλ, the distance at the end is ρ^T D + 2γC1 Σ ρ^k; setting the two parts equal
+    fixes C1/C0, and the largest C0 that meets the target follows.
+    """
+    rho = 1 - learning_rate * weight_decay
+    if not 0 < rho <= 1:
+        raise InputError(
+            f"learning_rate * weight_decay is {learning_rate * weight_decay:g}; it must be below 1"
+        )
+    sigma = scale / math.sqrt(_sum_powers(rho * rho, steps))
+    starts = 2.0 if compared_to == "retrained" else 1.0
+    per_radius = rho**steps * starts / (2 * learning_rate * _sum_powers(rho, steps))
+
+    def make(C0: float) -> GradientClipping:
+        return GradientClipping(
+            start_clip=C0,
+            grad_clip=C0 * per_radius,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            steps=steps,
+            noise_std=sigma,
+        )
+
+    return calibrate(
+        make,
+        epsilon=epsilon,
+        delta=delta,
+        compared_to=compared_to,
+        find="largest",
+        start=scale,
+        parameters=parameters,
+    )
+
+
+def _plan_model(
+    epsilon: float,
+    delta: float,
+    scale: float,
+    steps: int,
+    learning_rate: float,
+    weight_decay: float,
+    compared_to: ComparedTo,
+) -> ModelClipping:
+    """Each step's own noise is what remains: σ = scale, and the largest C2 that ``steps`` allow."""
+    return calibrate(
+        lambda C2: ModelClipping(
+            model_clip=C2,
+            learning_rate=learning_rate,
+            weight_decay=weight_decay,
+            noise_std=scale,
+            steps=steps,
+        ),
+        epsilon=epsilon,
+        delta=delta,
+        compared_to=compared_to,
+        find="largest",
+        start=scale,
+    )
+
+
+def _describe(
+    recipe: Recipe, delta: float, parameters: int, batch_size: int, compared_to: ComparedTo
+) -> Candidate:
+    execution = IDEAL
+    if isinstance(recipe, NoisyRecipe):
+        execution = Execution(rounding=choose_precision(recipe, parameters).rounding)
+    found = guarantee(recipe, delta=delta, compared_to=compared_to, execution=execution)
+    match recipe:
+        case OutputPerturbation(start_clip=C0, noise_std=sigma):
+            steps, per_step, left, kept = 0, sigma, sigma, C0
+        case GradientClipping(
+            start_clip=C0, steps=steps, noise_std=float(per_step), learning_rate=float(gamma)
+        ):
+            rho = 1 - gamma * recipe.weight_decay
+            left = per_step * math.sqrt(_sum_powers(rho * rho, steps))
+            kept = C0 * rho**steps
+        case ModelClipping(model_clip=C2, steps=steps, noise_std=float(per_step)):
+            left, kept = per_step, C2
+        case _:
+            steps, per_step, left, kept = 0, 0.0, 0.0, 0.0
+    assert found.survival_bound is not None
+    return Candidate(
+        method=method_name(recipe),
+        recipe=recipe,
+        guarantee=found,
+        steps=steps,
+        noise_per_step=per_step,
+        noise_left=left,
+        expected_norm=left * math.sqrt(parameters),
+        kept_norm=kept,
+        gradient_evaluations=steps * batch_size,
+        survival_bound=found.survival_bound,
+    )
+
+
+def _sum_powers(x: float, count: int) -> float:
+    """Σ_{k<count} x^k."""
+    return float(count) if x == 1 else (1 - x**count) / (1 - x)
+
+
+def _advise(largest: float, as_good: bool) -> str:
+    share = f"{100 * largest:.1f} %"
+    if as_good:
+        return (
+            f"At this target at most {share} of runs can differ in any way, accuracy included, "
+            "from runs that start at the centre and never see the old model. Restarting from the "
+            "centre (start_clip = 0) is exact, needs no noise and no noisy steps, and is at least "
+            "as good unless those few runs matter to you. To keep more, choose a better public "
+            "centre (pretrained weights, a checkpoint from before the data arrived)."
+        )
+    return (
+        f"At this target up to {share} of runs can differ from runs that start at the centre: the "
+        "old model can matter. Compare with a restart from the centre all the same."
+    )
+
+
+def plan_to_dict(found: Plan) -> dict[str, Any]:
+    """The plan with each candidate's recipe by its API names."""
+    candidates = [
+        to_plain(candidate) | {"recipe": to_plain(to_dict(candidate.recipe))}
+        for candidate in found.candidates
+    ]
+    return to_plain(found) | {"candidates": candidates}

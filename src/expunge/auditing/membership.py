@@ -1,0 +1,382 @@
+"""Membership inference against forgotten examples: attacks, their curves, and what is allowed.
+
+Shadow runs repeat the whole story (train, forget, release) with members drawn by fair coins; an
+attack scores every candidate in every run, and a good one scores members higher. U-LiRA (Hayes et
+al. 2024, after Carlini et al. 2022) compares each candidate with itself: the likelihood ratio of
+its log-odds under the other runs that had it and the other runs that had not. Coins are fair and
+independent, so a model that never depended on them gives every attack an AUC of 1/2.
+
+Any two starts of a certified run are indistinguishable as the certificate says, so no attack on
+what it releases has a curve above ``bound_roc``: 1 - β ≤ min over ε of e^ε α + δ(ε), and the same
+for the complementary errors. For one candidate that is the guarantee; for an average over
+candidates it follows because the bound is concave in α.
+
+Shadow runs for the model audit: the whole story again and again, with fair coins for members.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import special
+from torch import Tensor, nn
+
+from expunge.accounting.guarantee import log_delta, mu
+from expunge.errors import CertificateError, InputError
+from expunge.files import read_limited, to_plain, write_atomic
+from expunge.progress import show_progress
+from expunge.recipes import IDEAL, Execution, Recipe, method_name
+
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+LEVELS = (0.01, 0.001)
+GRID = 61
+LIMIT = 50.0
+MAX_BYTES = 100_000_000
+
+
+@dataclass(frozen=True, eq=False)
+class Signals:
+    """Of run k and candidate i, by arm: the log-odds of its class, its loss, and the confidence.
+
+    ``members[k, i]``: whether run k was trained on it. ``confidences`` are the largest class
+    probabilities, which need no label.
+    """
+
+    members: Mask
+    odds: Mapping[str, Array]
+    losses: Mapping[str, Array]
+    confidences: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """How well one attack does; intervals are 95 % bootstrap intervals over runs and candidates.
+
+    ``tpr_at_1_percent`` and ``tpr_at_01_percent`` are true-positive rates at false-positive rates
+    of 1 % and 0.1 %; ``advantage`` is the largest difference of the two rates. ``roc`` has the
+    true-positive rate at each of the ``Membership``'s false-positive rates.
+    """
+
+    auc: float
+    auc_interval: tuple[float, float]
+    tpr_at_1_percent: float
+    tpr_at_1_percent_interval: tuple[float, float]
+    tpr_at_01_percent: float
+    tpr_at_01_percent_interval: tuple[float, float]
+    advantage: float
+    advantage_interval: tuple[float, float]
+    roc: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The attacks on every arm, by arm and by attack, and what the certificate allows."""
+
+    method: str
+    shadows: int
+    candidates: int
+    negatives: int
+    fpr: tuple[float, ...]
+    tpr_allowed: tuple[float, ...]
+    advantage_allowed: float
+    attacks: Mapping[str, Mapping[str, Attack]]
+
+
+def examine(
+    signals: Signals,
+    recipe: Recipe,
+    *,
+    execution: Execution = IDEAL,
+    resamples: int = 200,
+    seed: int = 0,
+) -> Membership:
+    """Every attack on every arm, beside the curve that ``recipe`` allows.
+
+    >>> rng = np.random.default_rng(0)
+    >>> members = rng.random((8, 50)) < 0.5
+    >>> told = {"original": 3.0 * members + rng.normal(size=members.shape)}
+    >>> from expunge import OutputPerturbation
+    >>> found = examine(Signals(members, told, told, told), OutputPerturbation(1.0, 4.0))
+    >>> found.attacks["original"]["u-lira"].auc > 0.9, round(found.advantage_allowed, 3)
+    (True, 0.197)
+    """
+    members = signals.members
+    if min(members.sum(), (~members).sum()) < 1:
+        raise InputError("members has only one kind of candidate; both kinds are needed")
+    negatives = int((~members).sum())
+    fpr = np.geomspace(1 / max(negatives, 2), 1.0, GRID)
+    rng = np.random.default_rng(seed)
+    attacks: dict[str, dict[str, Attack]] = {}
+    for arm, odds in signals.odds.items():
+        scores = {
+            "loss": -signals.losses[arm],
+            "confidence": signals.confidences[arm],
+            "u-lira": score_ratio(odds, members),
+        }
+        attacks[arm] = {
+            name: measure_attack(values, members, fpr, resamples, rng)
+            for name, values in scores.items()
+        }
+    return Membership(
+        method=method_name(recipe),
+        shadows=len(members),
+        candidates=members.shape[1],
+        negatives=negatives,
+        fpr=tuple(fpr.tolist()),
+        tpr_allowed=tuple(bound_roc(recipe, fpr, execution).tolist()),
+        advantage_allowed=math.exp(log_delta(recipe, 0.0, execution=execution)),
+        attacks=attacks,
+    )
+
+
+def score_ratio(odds: Array, members: Mask) -> Array:
+    """log N(s; m₁, v₁) - log N(s; m₀, v₀) for every run and candidate, from the *other* runs.
+
+    Means are the candidate's own, drawn towards its overall mean by one pseudo-run; variances are
+    pooled over candidates, as is best with few runs.
+    """
+    s = np.clip(odds, -LIMIT, LIMIT)
+    inside = members.astype(float)
+    others = s.sum(axis=0) - s
+    overall = others / max(len(s) - 1, 1)
+    means: list[Array] = []
+    variances: list[float] = []
+    for weight in (1 - inside, inside):
+        count = weight.sum(axis=0) - weight
+        mean = ((weight * s).sum(axis=0) - weight * s + overall) / (count + 1)
+        means.append(mean)
+        spread = float(np.sum(weight * np.square(s - mean)) / max(weight.sum(), 1.0))
+        variances.append(max(spread, 1e-12))
+    return 0.5 * (
+        np.square(s - means[0]) / variances[0]
+        - np.square(s - means[1]) / variances[1]
+        + math.log(variances[0] / variances[1])
+    )
+
+
+def measure_attack(
+    scores: Array, members: Mask, fpr: Array, resamples: int, rng: np.random.Generator
+) -> Attack:
+    """AUC, true-positive rates and advantage, each with its interval, and the curve."""
+    curve = trace_roc(scores, members)
+    value = _summarise(*curve)
+    draws = np.empty((resamples, 4))
+    for row in draws:
+        chosen = np.ix_(*(rng.integers(n, size=n) for n in scores.shape))
+        row[:] = _summarise(*trace_roc(scores[chosen], members[chosen]))
+    low, high = np.quantile(draws, [0.025, 0.975], axis=0)
+    ends = [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
+    return Attack(
+        auc=value[0],
+        auc_interval=ends[0],
+        tpr_at_1_percent=value[1],
+        tpr_at_1_percent_interval=ends[1],
+        tpr_at_01_percent=value[2],
+        tpr_at_01_percent_interval=ends[2],
+        advantage=value[3],
+        advantage_interval=ends[3],
+        roc=tuple(_read_curve(*curve, fpr).tolist()),
+    )
+
+
+def trace_roc(scores: Array, members: Mask) -> tuple[Array, Array]:
+    """(false-positive rates, true-positive rates) of every threshold, from (0, 0) to (1, 1).
+
+    >>> trace_roc(np.array([[3.0, 2.0, 2.0, 1.0]]), np.array([[True, True, False, False]]))
+    (array([0. , 0. , 0.5, 1. ]), array([0. , 0.5, 1. , 1. ]))
+    """
+    flat, inside = scores.reshape(-1), members.reshape(-1)
+    order = np.argsort(-flat, kind="stable")
+    ends = np.append(np.flatnonzero(np.diff(flat[order])), len(flat) - 1)
+    true = np.cumsum(inside[order])[ends]
+    false = ends + 1 - true
+    return (
+        np.concatenate([[0.0], false / max(false[-1], 1)]),
+        np.concatenate([[0.0], true / max(true[-1], 1)]),
+    )
+
+
+def bound_roc(recipe: Recipe, fpr: Array, execution: Execution = IDEAL) -> Array:
+    """The largest true-positive rate that the certificate allows at each false-positive rate.
+
+    Φ(Φ⁻¹(α) + μ) where the pair is μ-GDP; else the best of e^ε α + δ and 1 - e^-ε (1 - δ - α).
+
+    >>> from expunge import OutputPerturbation
+    >>> bound_roc(OutputPerturbation(1.0, 2.0), np.array([0.0, 0.1586552539, 1.0])).round(6)
+    array([0. , 0.5, 1. ])
+    """
+    proved = mu(recipe, execution=execution)
+    if proved is not None:
+        return special.ndtr(special.ndtri(fpr) + proved)
+    best = np.ones_like(fpr)
+    for epsilon in np.concatenate([[0.0], np.geomspace(1e-3, 30.0, 80)]).tolist():
+        delta = math.exp(log_delta(recipe, epsilon, execution=execution))
+        best = np.minimum(best, math.exp(epsilon) * fpr + delta)
+        best = np.minimum(best, 1 - math.exp(-epsilon) * (1 - delta - fpr))
+    return np.clip(best, 0.0, 1.0)
+
+
+def save_membership(found: Membership, directory: str | Path) -> Path:
+    """Add it to ``audit.json`` as ``membership``, and draw ``membership.svg`` beside it."""
+    folder = Path(directory)
+    if not folder.is_dir():
+        raise InputError.of("directory", str(directory), "a directory that exists")
+    path = folder / "audit.json"
+    audit: dict[str, Any] = {}
+    if path.exists():
+        try:
+            audit = json.loads(read_limited(path, MAX_BYTES, "audit"))
+        except ValueError:
+            raise CertificateError(f"audit {path} is not JSON; remove it first") from None
+    audit["membership"] = to_plain(found)
+    draw_roc(found, folder / "membership.svg")
+    text = json.dumps(audit, ensure_ascii=False, allow_nan=False, indent=1)
+    write_atomic(path, (text + "\n").encode())
+    return path
+
+
+def draw_roc(found: Membership, path: str | Path) -> None:
+    """Curves of the strongest attack on every arm, on logarithmic axes, and what is allowed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
+    axes: Any = figure.subplots()
+    fpr = np.array(found.fpr)
+    for arm, attacks in found.attacks.items():
+        name, best = max(attacks.items(), key=lambda item: item[1].auc)
+        axes.plot(fpr, _visible(best.roc), label=f"{arm}: {name}, AUC {best.auc:.3f}")
+    axes.plot(fpr, _visible(found.tpr_allowed), "k--", label="most that the certificate allows")
+    axes.plot(fpr, fpr, ":", color="grey", label="guessing")
+    axes.set(xscale="log", yscale="log", xlim=(fpr[0], 1), ylim=(fpr[0], 1.05))
+    axes.set(xlabel="false-positive rate", ylabel="true-positive rate")
+    axes.legend(fontsize=7, loc="lower right")
+    figure.savefig(path)
+
+
+def _visible(rates: tuple[float, ...]) -> Array:
+    return np.where(np.array(rates) > 0, rates, np.nan)
+
+
+def _summarise(false: Array, true: Array) -> tuple[float, ...]:
+    area = float(np.sum(np.diff(false) * (true[1:] + true[:-1]) / 2))
+    rates = _read_curve(false, true, np.array(LEVELS))
+    return area, float(rates[0]), float(rates[1]), float(np.max(true - false))
+
+
+def _read_curve(false: Array, true: Array, fpr: Array) -> Array:
+    """The best true-positive rate of a threshold with at most this false-positive rate."""
+    return true[np.searchsorted(false, fpr * (1 + 1e-12), side="right") - 1]
+
+
+ORIGINAL = "original"
+FEWEST_SHADOWS = 4
+_BATCH = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Shadow:
+    """One run: ``original`` was trained on the retained data and on the candidates in ``members``.
+
+    ``seed`` is for whatever the arms draw; it differs from run to run.
+    """
+
+    number: int
+    seed: int
+    members: Tensor
+    original: nn.Module
+
+
+def run_shadows(
+    train: Callable[[Tensor, int], nn.Module],
+    arms: Mapping[str, Callable[[Shadow], nn.Module]],
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    shadows: int = 16,
+    seed: int = 0,
+    progress: bool = False,
+) -> Signals:
+    """Train, run every arm, and read all candidates off each model, ``shadows`` times.
+
+    ``train(members, seed)`` trains on the retained data and on the candidates where ``members`` is
+    true. ``arms`` turn a shadow into a released model: ``"unlearned"`` by the run that is audited
+    (its fine-tuning included), ``"retrained"`` and ``"centre"`` by the controls.
+
+    >>> def train(members, seed):
+    ...     model = nn.Linear(2, 2)
+    ...     model.weight.data = torch.tensor([[0.0, 0.0], [float(members[0]), 0.0]])
+    ...     return model
+    >>> signals = run_shadows(train, {}, torch.eye(2), torch.tensor([1, 0]), shadows=6)
+    >>> signals.members.shape, list(signals.odds)
+    ((6, 2), ['original'])
+    """
+    if shadows < FEWEST_SHADOWS:
+        raise InputError.of("shadows", shadows, f"at least {FEWEST_SHADOWS}")
+    if ORIGINAL in arms:
+        raise InputError.of("arms", ORIGINAL, "names other than 'original', which is always there")
+    if len(inputs) != len(targets) or len(inputs) == 0:
+        raise InputError.of("number of targets", len(targets), f"{len(inputs)}, one per input")
+    rng = np.random.default_rng(seed)
+    members = rng.random((shadows, len(inputs))) < 0.5
+    seeds = rng.integers(2**31, size=shadows).tolist()
+    shape = (3, shadows, len(inputs))
+    found = {name: np.empty(shape) for name in (ORIGINAL, *arms)}
+    for k in show_progress(range(shadows), shadows, "shadow runs", progress):
+        chosen = torch.from_numpy(members[k])
+        shadow = Shadow(k, seeds[k], chosen, train(chosen, seeds[k]))
+        found[ORIGINAL][:, k] = read_signals(shadow.original, inputs, targets)
+        for name, arm in arms.items():
+            found[name][:, k] = read_signals(arm(shadow), inputs, targets)
+    odds, losses, confidences = (
+        {name: values[place] for name, values in found.items()} for place in range(3)
+    )
+    return Signals(members, odds, losses, confidences)
+
+
+def read_signals(model: nn.Module, inputs: Tensor, targets: Tensor) -> np.ndarray[Any, Any]:
+    """Rows: log-odds of the true class, cross-entropy, largest probability; in ``eval`` mode.
+
+    >>> model = nn.Linear(2, 2, bias=False)
+    >>> model.weight.data = torch.eye(2)
+    >>> read_signals(model, torch.tensor([[3.0, 1.0]]), torch.tensor([0])).round(3).tolist()
+    [[2.0], [0.127], [0.881]]
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    training = model.training
+    rows: list[Tensor] = []
+    try:
+        model.eval()
+        with torch.no_grad():
+            for x, y in zip(inputs.split(_BATCH), targets.split(_BATCH), strict=True):
+                rows.append(_read_batch(model(x.to(device)), y.to(device)))
+    finally:
+        model.train(training)
+    return torch.cat(rows, dim=1).numpy()
+
+
+def _read_batch(output: Any, targets: Tensor) -> Tensor:
+    logits = cast(object, getattr(output, "logits", output))
+    valid = "logits: a row per example, a column per class, all finite"
+    if not isinstance(logits, Tensor) or not logits.is_floating_point():
+        raise InputError.of("the model's output", type(logits).__name__, valid)
+    if logits.ndim != 2 or len(logits) != len(targets) or logits.shape[1] < 2:
+        raise InputError.of("the shape of the model's output", tuple(logits.shape), valid)
+    if not bool(torch.isfinite(logits).all()):
+        raise InputError("the model's output is not finite; it must be " + valid)
+    if targets.ndim != 1 or targets.is_floating_point() or int(targets.max()) >= logits.shape[1]:
+        raise InputError("targets must be one class number per example, below the output's columns")
+    z = logits.double()
+    own = z.gather(1, targets[:, None].long())
+    rest = z.scatter(1, targets[:, None].long(), -torch.inf).logsumexp(dim=1)
+    whole = z.logsumexp(dim=1)
+    own = own[:, 0]
+    return torch.stack([own - rest, whole - own, (z.amax(dim=1) - whole).exp()]).cpu()

@@ -1,0 +1,439 @@
+"""Full-batch descent and its two ways to forget: noisy descent and rewind-to-delete.
+
+    x_{t+1} = x_t - η ∇F(x_t) [+ N(0, σ² I)],      F = (1/n) Σ f_i + (m/2) ‖x‖²
+
+``descend`` trains on all data from a public start, ``forget`` answers a request on the retained
+data. With :class:`~expunge.baselines.descent.SoftmaxRegression` every constant of the recipe is computed;
+with any other model it is what the user states (``expunge.accounting.precision``). The vector lives on the
+engine's grid and its noise is the engine's, so that finite precision is accounted.
+
+Softmax regression over clipped features: the model whose constants are computed, not assumed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from expunge import recipes
+from expunge.accounting.precision import (
+    LARGEST_CELL,
+    Precision,
+    choose_descent_precision,
+    find_disagreements,
+    norm_margin,
+)
+from expunge.certificates.identifiers import commit_disjoint, read_names
+from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
+from expunge.errors import InputError, UnlearningError
+from expunge.noisy.model import Subject, check_finite, copy_subject, describe_subject
+from expunge.noisy.noise import Drawing, Noise, SystemNoise
+from expunge.noisy.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Update
+from expunge.processes.weights import hash_weights, save_weights
+from expunge.progress import show_progress
+from expunge.recipes import STATED, DescentRecipe, Execution, NoisyDescent, Problem, RewindToDelete
+from expunge.training.losses import LossFunction, compute_loss
+from expunge.training.randomness import untouched_random
+from expunge.training.train import InMemory
+
+FORMAT = "expunge-descent-1"
+Prepare = Callable[[Tensor], Tensor]
+Row = tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """A model trained so that it can forget, and what a request needs of that training.
+
+    ``state`` is the vector from which ``forget`` goes on: the last one in noisy descent, the one
+    K steps earlier in rewind-to-delete. Private, like any model that saw the forget data.
+    """
+
+    model: nn.Module
+    recipe: DescentRecipe
+    problem: Problem
+    precision: Precision
+    state: dict[str, Tensor]
+    trace: tuple[Row, ...]
+    noise: dict[str, Any]
+    noise_keys: int
+    start: str | None
+    ids: tuple[str, ...] | None
+
+    def save(self, path: str | Path) -> None:
+        """One safetensors file with everything but the module's code."""
+        about = {f.name: getattr(self, f.name) for f in fields(self)}
+        del about["model"], about["state"]
+        about |= {
+            "format": FORMAT,
+            "recipe": recipes.to_dict(self.recipe),
+            "problem": asdict(self.problem),
+            "precision": asdict(self.precision),
+        }
+        tensors = {f"state.{name}": t for name, t in self.state.items()}
+        tensors |= {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        save_weights(path, tensors, {"expunge": json.dumps(about)})
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module) -> Descent:
+        """What ``save`` wrote; ``model`` is any module of the same kind, and is not changed."""
+        try:
+            about, tensors = _read_saved(path)
+            about["recipe"] = recipes.from_dict(about["recipe"])
+            about["problem"] = Problem(**about["problem"])
+            about["precision"] = Precision(**about["precision"])
+            about["trace"] = tuple(tuple(row) for row in about["trace"])
+            about["ids"] = None if about["ids"] is None else tuple(about["ids"])
+            copied = copy_subject(model, None).model
+            copied.load_state_dict(_under("model.", tensors))
+            return cls(model=copied, state=_under("state.", tensors), **about)
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise InputError(f"saved descent {path} cannot be read: {error}") from None
+
+
+def descend(
+    model: nn.Module,
+    data: InMemory,
+    recipe: DescentRecipe,
+    *,
+    loss_fn: LossFunction = cross_entropy,
+    prepare: Prepare | None = None,
+    noise: Noise | None = None,
+    ids: Iterable[str | int] | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+) -> Descent:
+    """Train on all ``examples`` of the recipe, full batch, for ``train_steps`` steps.
+
+    ``model`` is the public start: it must not depend on the data, and is not changed. ``data`` has
+    ``inputs`` and ``targets`` in memory; ``prepare(inputs)`` turns them into what the model takes.
+    ``loss_fn`` is a mean over examples. ``ids`` identify the data (default: ``data.ids``).
+
+    >>> from expunge.accounting.precision import softmax_constants
+    >>> from expunge.training.batches import Batches
+    >>> data = Batches(torch.eye(4), torch.tensor([0, 0, 1, 1]), batch_size=4)
+    >>> recipe = NoisyDescent(learning_rate=0.5, noise_std=0.1, train_steps=5, steps=2, examples=4,
+    ...                       group_size=1, strong_convexity=0.1, **softmax_constants(1.0))
+    >>> trained = descend(SoftmaxRegression(4, 2, feature_clip=1.0), data, recipe)
+    >>> retained = Batches(torch.eye(4)[1:], torch.tensor([0, 1, 1]), batch_size=3)
+    >>> run = forget(trained, retained)
+    >>> len(run.record.trace), run.record.problem.kind
+    (7, 'softmax-regression')
+    """
+    if not isinstance(recipe, NoisyDescent | RewindToDelete):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError.of("recipe", recipe, "NoisyDescent or RewindToDelete")
+    if len(data.targets) != recipe.examples:
+        raise InputError.of("examples", recipe.examples, f"{len(data.targets)}, the data's number")
+    noise = noise or SystemNoise()
+    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
+        subject = copy_subject(model, None, device=device)
+        check_finite(subject.certified)
+        problem = _read_problem(subject, recipe, loss_fn)
+        precision = choose_descent_precision(recipe, problem, subject.size)
+        walk = _Walk(subject, problem, recipe, precision, noise)
+        walk.vector.start(math.inf)
+        public = {name: p.detach().clone() for name, p in subject.certified.items()}
+        walk.learn_from(data, loss_fn, prepare)
+        T, K, sigma = recipe.train_steps, recipe.steps, recipe.noise_std
+        noisy = isinstance(recipe, NoisyDescent)
+        walk.draw(T if noisy else 0)
+        walk.go(1, T if noisy else T - K, sigma if noisy else 0.0, progress)
+        state = {name: t.clone() for name, t in walk.vector.state().items()}
+        rows = tuple(walk.rows)
+        if not noisy:
+            walk.go(T - K + 1, T, 0.0, progress)
+    known = getattr(data, "ids", None) if ids is None else ids
+    nonzero = any(bool(p.any()) for p in public.values())
+    return Descent(
+        model=subject.model,
+        recipe=recipe,
+        problem=problem,
+        precision=precision,
+        state=state,
+        trace=rows,
+        noise=walk.describe_noise(),
+        noise_keys=walk.noise_keys,
+        start=hash_weights(public) if nonzero else None,
+        ids=read_names(known),
+    )
+
+
+def forget(
+    trained: Descent,
+    retain_loader: InMemory,
+    *,
+    loss_fn: LossFunction = cross_entropy,
+    prepare: Prepare | None = None,
+    noise: Noise | None = None,
+    forget_ids: Iterable[str | int] | None = None,
+    retain_ids: Iterable[str | int] | None = None,
+    progress: bool = False,
+) -> Run:
+    """The recipe's ``steps`` on the retained data alone, then the released model and its record.
+
+    At most ``group_size`` of the training examples may be missing from ``retain_loader``. When both
+    are identified, the retained ones must be among those trained on. The noise should be of the
+    same source as in training, and a fresh key of it; a seed continues where training stopped.
+    """
+    recipe, noise = trained.recipe, noise or SystemNoise()
+    gone = recipe.examples - len(retain_loader.targets)
+    if not 0 <= gone <= recipe.group_size:
+        raise InputError.of(
+            "number of retained examples",
+            len(retain_loader.targets),
+            f"from {recipe.examples - recipe.group_size} to {recipe.examples}: the recipe forgets "
+            f"at most group_size = {recipe.group_size} of {recipe.examples}",
+        )
+    if trained.noise_keys > 0 and noise.describe() != trained.noise:
+        raise InputError.of("noise", noise, f"of the source that trained: {trained.noise}")
+    known = getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
+    forgotten, retained = commit_disjoint(forget_ids, known)
+    _check_members(trained.ids, read_names(known), read_names(forget_ids))
+    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
+        subject = copy_subject(trained.model, None)
+        walk = _Walk(subject, trained.problem, recipe, trained.precision, noise)
+        walk.vector.load(trained.state)
+        walk.rows = list(trained.trace)
+        walk.learn_from(retain_loader, loss_fn, prepare)
+        T, K, sigma = recipe.train_steps, recipe.steps, recipe.noise_std
+        if isinstance(recipe, NoisyDescent):
+            walk.draw(T + K)
+            walk.go(T + 1, T + K, sigma, progress)
+        else:
+            walk.draw(T + 1)
+            walk.go(T - K + 1, T, 0.0, progress)
+            walk.perturb(T + 1, sigma)
+    after = hash_weights(subject.model.state_dict())
+    seen = len(walk.rows) - isinstance(recipe, RewindToDelete)
+    record = RunRecord(
+        recipe=recipe,
+        grid=trained.precision.grid,
+        execution=Execution(rounding=trained.precision.rounding),
+        noise=walk.describe_noise(),
+        noise_keys=trained.noise_keys + walk.noise_keys,
+        trace=make_trace(walk.rows),
+        gradient_evaluations=(seen - K) * recipe.examples + K * len(retain_loader.targets),
+        weights_before=hash_weights(trained.model.state_dict()),
+        weights_noisy=after,
+        weights_after=after,
+        centre=trained.start,
+        forget=forgotten,
+        retain=retained,
+        start="fresh",
+        problem=trained.problem,
+        **describe_subject(subject),
+    )
+    return Run(subject.model, record)
+
+
+class _Walk:
+    """A vector, the full gradient it descends along, and the rows of the trace."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        problem: Problem,
+        recipe: DescentRecipe,
+        precision: Precision,
+        noise: Noise,
+    ) -> None:
+        self.subject, self.problem, self.recipe = subject, problem, recipe
+        self.noise, self.noise_keys, self.rows = noise, 0, list[Row]()
+        parameters = list(subject.certified.values())
+        self.vector: CertifiedVector = (
+            GridVector(parameters, None, precision.grid)
+            if precision.grid > 0
+            else FloatVector(parameters, None)
+        )
+        self._gradient: Callable[[], list[Tensor]] = list
+
+    def learn_from(self, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None) -> None:
+        """Descend along the mean gradient over ``data`` from here on."""
+        model, device = self.subject.model, self.subject.device
+        if isinstance(model, SoftmaxRegression) and self.problem.feature_clip is not None:
+            inputs = data.inputs if prepare is None else prepare(data.inputs)
+            features, targets = model.clip_features(inputs), data.targets.to(device)
+            if not bool(torch.isfinite(features).all()):
+                raise InputError("a feature vector holds values that are not finite")
+            weight = model.weight.detach()
+            self._gradient = lambda: [softmax_gradient(weight, features, targets)]
+        else:
+            self._gradient = lambda: _mean_gradient(self.subject, data, loss_fn, prepare)
+
+    def draw(self, last: int) -> None:
+        """Take a key for the noise up to step ``last``; none if there is none to draw."""
+        if isinstance(self.vector, GridVector) and last > 0:
+            levels = [self.recipe.noise_std / self.vector.grid] * (last + 1)
+            size = self.vector.size
+            self.vector.drawing = Drawing(self.noise.begin(), levels, size, min(size, CHUNK))
+            self.noise_keys += 1
+
+    def go(self, first: int, last: int, sigma: float, progress: bool) -> None:
+        """x ← x - η (g + m x) + N(0, σ² I), for the steps numbered first … last."""
+        eta, m = self.recipe.learning_rate, self.recipe.strong_convexity
+        bound = self.recipe.gradient_bound * (1 + 1e-6)
+        steps = range(first, last + 1)
+        for number in show_progress(steps, len(steps), "descending", progress):
+            gradient = self._gradient()
+            norm = self.vector.gradient_norm(gradient)
+            if not norm <= bound:
+                raise UnlearningError(
+                    f"the mean gradient is {norm:g} long at step {number}; gradient_bound says at "
+                    f"most {self.recipe.gradient_bound:g}, so the guarantee would not hold"
+                )
+            norms = self.vector.step(gradient, Update(eta, m, 1.0, math.inf, sigma, number))
+            self.rows.append((eta, sigma, norm, 1.0, norms.model, norms.noise, 0.0))
+        self._check_room()
+
+    def perturb(self, number: int, sigma: float) -> None:
+        """x ← x + N(0, σ² I)."""
+        norms = self.vector.perturb(number, sigma)
+        self.rows.append((0.0, sigma, 0.0, 1.0, norms.model, norms.noise, 0.0))
+
+    def describe_noise(self) -> dict[str, Any]:
+        return self.noise.describe() if isinstance(self.vector, GridVector) else dict(NO_NOISE)
+
+    def _check_room(self) -> None:
+        """Saturation is a projection, so it is sound; but it is never what was asked for."""
+        if isinstance(self.vector, GridVector):
+            largest = float(self.vector.state()["cells"].abs().max())
+            if largest >= LARGEST_CELL:
+                raise UnlearningError(
+                    f"the weights grew beyond {LARGEST_CELL * self.vector.grid:g}, which the grid "
+                    "for this noise_std cannot hold; a smaller learning_rate or a larger "
+                    "strong_convexity keeps them smaller"
+                )
+
+
+def make_trace(rows: list[Row]) -> Trace:
+    """The trace whose columns are those of the rows."""
+    names = [field.name for field in fields(Trace)]
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return Trace(**dict(zip(names, columns, strict=True)))  # pyright: ignore[reportArgumentType]
+
+
+def _read_problem(subject: Subject, recipe: DescentRecipe, loss_fn: LossFunction) -> Problem:
+    """Computed constants for softmax regression with its own loss; stated ones for all else."""
+    model = subject.model
+    if type(model) is not SoftmaxRegression:
+        return STATED
+    if model.weight.dtype != torch.float64:
+        raise InputError.of("weight.dtype", model.weight.dtype, "torch.float64")
+    if loss_fn is not cross_entropy:
+        raise InputError.of("loss_fn", loss_fn, "torch's cross_entropy for softmax regression")
+    problems = find_disagreements(recipe, model.problem, subject.size)
+    if problems:
+        raise InputError("; ".join(problems))
+    return model.problem
+
+
+def _mean_gradient(
+    subject: Subject, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None
+) -> list[Tensor]:
+    """(1/n) Σ ∇f_i by autograd, in chunks."""
+    n, device = len(data.targets), subject.device
+    for start in range(0, n, ROWS):
+        x, y = data.inputs[start : start + ROWS].to(device), data.targets[start : start + ROWS]
+        batch = (x if prepare is None else prepare(x), y.to(device))
+        (compute_loss(subject.model, batch, loss_fn) * (len(y) / n)).backward()
+    gradients: list[Tensor] = []
+    for p in subject.certified.values():
+        gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
+        p.grad = None
+    return gradients
+
+
+def _check_members(
+    trained: tuple[str, ...] | None,
+    retained: tuple[str, ...] | None,
+    forgotten: tuple[str, ...] | None,
+) -> None:
+    """What is retained or forgotten was trained on, where the identifiers are known."""
+    for name, ids in (("retain_ids", retained), ("forget_ids", forgotten)):
+        unknown = set(ids or ()) - set(trained or ids or ())
+        if unknown:
+            raise InputError(
+                f"{name} holds {min(unknown)!r}, which was not trained on ({len(unknown)} in all)"
+            )
+
+
+def _read_saved(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        metadata = cast(dict[str, str], file.metadata() or {})
+        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    about = cast(dict[str, Any], json.loads(metadata["expunge"]))
+    if (found := about.pop("format")) != FORMAT:
+        raise InputError.of("format", found, repr(FORMAT))
+    return about, tensors
+
+
+def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+ROWS = 8192
+
+
+class SoftmaxRegression(nn.Module):
+    """Logits W a: a is the flattened input with a 1 appended, clipped to norm ``feature_clip``.
+
+    In float64, and started at zero: a public start.
+
+    >>> model = SoftmaxRegression(features=2, classes=3, feature_clip=1.0)
+    >>> model.clip_features(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).norm(dim=1).round(decimals=9)
+    tensor([1., 1.], dtype=torch.float64)
+    """
+
+    def __init__(self, features: int, classes: int, *, feature_clip: float) -> None:
+        super().__init__()
+        self.problem = Problem("softmax-regression", feature_clip, features + 1, classes)
+        self.weight = nn.Parameter(torch.zeros(classes, features + 1, dtype=torch.float64))
+
+    def clip_features(self, inputs: Tensor) -> Tensor:
+        """min(1, B/‖a‖) a with a = (input, 1), rounded so that no true norm exceeds B.
+
+        A row that is not finite stays so.
+        """
+        B, width = self.problem.feature_clip, self.weight.shape[1]
+        assert B is not None
+        flat = inputs.reshape(len(inputs), -1).to(self.weight.device, torch.float64)
+        if flat.shape[1] + 1 != width:
+            raise InputError.of("number of features", flat.shape[1], f"{width - 1}")
+        a = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
+        norms = torch.linalg.vector_norm(a, dim=1, keepdim=True) * (1 + norm_margin(width))
+        return a * torch.where(norms <= B, 1.0, B / norms * (1 - 2.0**-50))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.clip_features(inputs) @ self.weight.T
+
+    def extra_repr(self) -> str:
+        classes, width = self.weight.shape
+        return f"features={width - 1}, classes={classes}, feature_clip={self.problem.feature_clip}"
+
+
+@torch.no_grad()
+def softmax_gradient(weight: Tensor, features: Tensor, targets: Tensor) -> Tensor:
+    """(1/n) Σ (p_i - e_i) ⊗ a_i in float64, the operations that ``bound_gradient_error`` counts.
+
+    >>> weight = torch.zeros(2, 1, dtype=torch.float64)
+    >>> softmax_gradient(weight, torch.ones(1, 1, dtype=torch.float64), torch.tensor([1])).tolist()
+    [[0.5], [-0.5]]
+    """
+    total = torch.zeros_like(weight)
+    for start in range(0, len(features), ROWS):
+        a, y = features[start : start + ROWS], targets[start : start + ROWS]
+        z = a @ weight.T
+        p = z.sub_(z.amax(1, keepdim=True)).exp_()
+        p.div_(p.sum(1, keepdim=True))
+        p[torch.arange(len(y), device=p.device), y] -= 1
+        total.addmm_(p.T, a)
+    return total.div_(len(features))

@@ -1,0 +1,203 @@
+"""The baselines of every comparison: retraining, and output perturbation by two calibrations.
+
+Retraining starts from weights that saw no data and trains on retained data only, so it is (0, 0)
+whatever else it does. DP-SGD is in ``expunge.baselines.dpsgd``, full-batch descent in ``expunge.baselines.descent``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from expunge.certificates.identifiers import commit_disjoint
+from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
+from expunge.errors import InputError, UnlearningError
+from expunge.noisy.model import (
+    BufferMode,
+    Subject,
+    check_unchanged,
+    copy_subject,
+    describe_subject,
+    reset_statistics,
+)
+from expunge.processes.weights import hash_weights
+from expunge.recipes import Execution, Retraining
+from expunge.training.losses import LossFunction
+from expunge.training.randomness import untouched_random
+from expunge.training.train import InMemory, describe_training, train
+
+
+@dataclass(frozen=True)
+class GaussianInitialisation:
+    """Every trainable parameter drawn from N(0, std²): a start chosen without any data.
+
+    >>> GaussianInitialisation(0.05)
+    GaussianInitialisation(std=0.05)
+    """
+
+    std: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.std < math.inf:
+            raise InputError.of("std", self.std, "a finite number >= 0")
+
+
+Initialise = GaussianInitialisation | Callable[[], nn.Module]
+
+
+def retrain(
+    model: nn.Module,
+    retain_loader: InMemory | Iterable[Any],
+    recipe: Retraining | None = None,
+    *,
+    epochs: float,
+    learning_rate: float,
+    initialise: Initialise | None = None,
+    loss_fn: LossFunction | None = cross_entropy,
+    buffers: BufferMode = "reset",
+    public_buffers: Iterable[str] = (),
+    forget_ids: Iterable[str | int] | None = None,
+    retain_ids: Iterable[str | int] | None = None,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+    progress: bool = False,
+    **options: Any,
+) -> Run:
+    """Train a fresh network of ``model``'s kind on the retained data: the (0, 0) baseline.
+
+    ``initialise`` is where it starts: None calls ``reset_parameters()`` of every module that has
+    trainable parameters; a :class:`GaussianInitialisation` draws them all; a callable builds a
+    fresh module (``lambda: networks.mnist_net(generator=g)``), whose weights are taken. Nothing of
+    ``model`` is used but its code, its frozen parameters and its public buffers; a trainable
+    parameter that the initialisation leaves alone is refused by name. ``options`` are those of
+    :func:`expunge.training.train`; ``seed`` draws the start, the order of the data and dropout.
+
+    >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
+    >>> run = retrain(nn.Linear(2, 2), batches, epochs=3, learning_rate=0.5)
+    >>> run.record.initialisation, run.record.finetune.steps
+    ('reset_parameters of every module, seed 0', 3)
+    """
+    if recipe is not None and not isinstance(recipe, Retraining):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError.of("recipe", recipe, "Retraining() or nothing")
+    known = getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
+    forgotten, retained = commit_disjoint(forget_ids, known)
+    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
+        subject = copy_subject(
+            model, None, buffers=buffers, public_buffers=public_buffers, device=device
+        )
+        reset_statistics(subject.model, subject.buffers)
+        torch.manual_seed(seed)
+        told = _start_afresh(model, subject, initialise)
+        check_unchanged(model, subject)
+        fresh = hash_weights(subject.model.state_dict())
+        log = train(
+            subject.model,
+            retain_loader,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            loss_fn=loss_fn,
+            seed=seed,
+            progress=progress,
+            **options,
+        )
+        check_unchanged(model, subject)
+    record = RunRecord(
+        recipe=Retraining(),
+        grid=0.0,
+        execution=Execution(),
+        noise=NO_NOISE,
+        noise_keys=0,
+        trace=Trace(),
+        gradient_evaluations=0,
+        weights_before=hash_weights(model.state_dict()),
+        weights_noisy=fresh,
+        weights_after=hash_weights(subject.model.state_dict()),
+        forget=forgotten,
+        retain=retained,
+        finetune=describe_training(log, known),
+        start="fresh",
+        initialisation=f"{told}, seed {seed}",
+        **describe_subject(subject),
+    )
+    return Run(subject.model, record)
+
+
+def _start_afresh(model: nn.Module, subject: Subject, initialise: Initialise | None) -> str:
+    """Give every certified parameter a value that does not depend on the old one.
+
+    All of them are NaN first: a parameter that the initialisation forgets, or only rescales, is
+    still NaN afterwards, and is refused.
+    """
+    frozen = {
+        name: p.detach().clone()
+        for name, p in subject.model.named_parameters()
+        if name not in subject.certified
+    }
+    with torch.no_grad():
+        for p in subject.certified.values():
+            p.fill_(math.nan)
+        match initialise:
+            case None:
+                told = "reset_parameters of every module"
+                _reset_modules(subject.model)
+            case GaussianInitialisation(std=std):
+                told = f"N(0, {std!r}² I)"
+                for p in subject.certified.values():
+                    p.normal_(0.0, std)
+            case _:
+                told = "a module that was built afresh"
+                _take_weights(model, subject, initialise)
+        for name, p in subject.model.named_parameters():
+            if name in frozen:
+                p.copy_(frozen[name])
+    for name, p in subject.certified.items():
+        if not bool(torch.isfinite(p).all()):
+            raise UnlearningError(
+                f"parameter {name} was not initialised afresh, so it would carry the old model; "
+                "give initialise=GaussianInitialisation(std) or a function that builds the network"
+            )
+    return told
+
+
+def _reset_modules(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        if not any(p.requires_grad for p in module.parameters(recurse=False)):
+            continue
+        reset = cast(
+            object,
+            getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None)),
+        )
+        if not callable(reset):
+            raise UnlearningError(
+                f"module {path or 'itself'} ({type(module).__name__}) has trainable parameters but "
+                "no reset_parameters(); give initialise=GaussianInitialisation(std) or a function "
+                "that builds the network"
+            )
+        reset()
+
+
+def _take_weights(model: nn.Module, subject: Subject, build: Callable[[], object]) -> None:
+    """The trainable parameters of the module that ``build()`` returns, by name."""
+    if not callable(build):
+        raise InputError.of(
+            "initialise", build, "None, GaussianInitialisation(std) or a function without arguments"
+        )
+    built = build()
+    if not isinstance(built, nn.Module):
+        raise InputError.of("initialise()", type(built).__name__, "a torch module")
+    theirs = dict(built.named_parameters())
+    old = {p.data_ptr() for p in model.parameters() if p.numel() > 0}
+    for name, p in subject.certified.items():
+        found: Tensor | None = theirs.get(name)
+        if found is None or found.shape != p.shape:
+            shape = None if found is None else tuple(found.shape)
+            raise InputError.of(f"shape of {name} in initialise()", shape, f"{tuple(p.shape)}")
+        if found.data_ptr() in old:
+            raise InputError("initialise() returns the old model; it must build a fresh one")
+        p.copy_(found)

@@ -1,0 +1,364 @@
+"""The certificate: what a run guarantees, on what, and what it does not cover.
+
+``certify`` is a pure function of the record. It publishes what may be published; the record itself
+stays with the operator, bound by its blinded hash. Canonical JSON (RFC 8785) makes the bytes of a
+certificate unique. ``expunge.certificates.verification.verify`` checks one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import rfc8785
+from pydantic import ValidationError
+
+from expunge import recipes
+from expunge.accounting.guarantee import MAX_EPSILON, check_delta, guarantee, log_delta
+from expunge.certificates.consistency import find_contradictions, summarise_schedule
+from expunge.certificates.identifiers import Commitment
+from expunge.certificates.record import RunRecord, decode, encode
+from expunge.certificates.schema import SCHEMA_VERSION, CertificateWire
+from expunge.certificates.signing import sign_bytes
+from expunge.certificates.wording import (
+    derive_scope,
+    find_warnings,
+    write_model_card,
+    write_statement,
+)
+from expunge.errors import CertificateError, InputError, UnlearningError
+from expunge.files import read_limited, write_atomic
+from expunge.recipes import Bound, ComparedTo, Execution, GroupDPSGD, Guarantee, Problem, Recipe
+
+MAX_BYTES = 100_000_000
+_BLANK = "0" * 64
+
+
+class Certificate(CertificateWire):
+    """A certificate of unlearning. Frozen; its fields are explained in docs/certificate_format.md.
+
+    ``epsilon``, ``delta``, ``mu`` are those of ``compared_to``; ``retrained`` and ``centre`` give
+    both choices; ``releasable`` is False for seeded noise.
+    """
+
+    @property
+    def method(self) -> Recipe:
+        """The recipe as the accountant takes it."""
+        return recipes.from_dict(decode(self.recipe.model_dump()))
+
+    @property
+    def execution(self) -> Execution:
+        """What the machine added to the account."""
+        p = self.finite_precision
+        return Execution(rounding=p.rounding, tail_delta=p.tail_delta, releases=self.releases)
+
+    def to_bytes(self) -> bytes:
+        """The canonical bytes: one certificate, one file."""
+        return rfc8785.dumps(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Certificate:
+        """The certificate with exactly these bytes; a sentence says why there is none."""
+        certificate = parse(data)
+        if certificate.to_bytes() != data:
+            raise CertificateError("this certificate is not in canonical form (RFC 8785)")
+        return certificate
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the file: what a later certificate names as its parent."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the canonical bytes; the file is either complete or not there."""
+        write_atomic(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Certificate:
+        """Read a certificate without checking what it claims: that is ``expunge.verify``."""
+        return cls.from_bytes(read_limited(path, MAX_BYTES, "certificate"))
+
+    def compute_digest(self) -> str:
+        """SHA-256 of the canonical bytes without ``digest`` and ``signature``."""
+        return hashlib.sha256(rfc8785.dumps(self._without("digest", "signature"))).hexdigest()
+
+    def signed_bytes(self) -> bytes:
+        """What a signature signs: everything but itself."""
+        return b"expunge/certificate-1\0" + rfc8785.dumps(self._without("signature"))
+
+    def sign(
+        self, private_key: bytes | str | Path, *, password: bytes | None = None
+    ) -> Certificate:
+        """The same certificate, signed with an Ed25519 key: PEM bytes, or a PEM file's path."""
+        signature = sign_bytes(self.signed_bytes(), private_key, password)
+        return parse(rfc8785.dumps(self._without("signature") | {"signature": signature}))
+
+    def safetensors_metadata(self) -> dict[str, str]:
+        """What the weights file repeats, so that file and certificate name each other."""
+        facts = {
+            "schema_version": self.schema_version,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "compared_to": self.compared_to,
+            "method": self.recipe.method,
+            "releasable": self.releasable,
+            "weights": self.weights.after,
+            "certificate": self.digest,
+        }
+        plain = {
+            f"expunge.{key}": value if isinstance(value, str) else rfc8785.dumps(value).decode()
+            for key, value in facts.items()
+        }
+        return {"format": "pt"} | plain
+
+    def statement(self) -> str:
+        """The certificate in plain language, for an auditor."""
+        return write_statement(self)
+
+    def model_card(self) -> str:
+        """A block for a Hugging Face model card: YAML metadata, then markdown."""
+        return write_model_card(self)
+
+    def _without(self, *names: str) -> dict[str, Any]:
+        return {k: v for k, v in self.model_dump(mode="json").items() if k not in names}
+
+
+def parse(data: bytes) -> Certificate:
+    """A certificate from its bytes, canonical or not; nothing it claims is checked.
+
+    >>> parse(b"{}")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.CertificateError: schema_version is None; this version of expunge reads 1
+    """
+    try:
+        plain = json.loads(data.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CertificateError(f"a certificate must be JSON: {error}") from None
+    if not isinstance(plain, dict):
+        raise CertificateError("a certificate must be a JSON object")
+    version = cast(dict[str, object], plain).get("schema_version")
+    if type(version) is not int or version != SCHEMA_VERSION:
+        shown = str(version)[:40]
+        raise CertificateError(
+            f"schema_version is {shown}; this version of expunge reads {SCHEMA_VERSION}"
+        )
+    try:
+        certificate = Certificate.model_validate_json(data)
+        recipes.from_dict(decode(certificate.recipe.model_dump()))
+        if certificate.problem is not None:
+            Problem(**certificate.problem.model_dump())
+        rfc8785.dumps(certificate.model_dump(mode="json"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise CertificateError(
+            f"{place or 'the certificate'} is not usable: {first['msg']}"
+        ) from None
+    except (InputError, rfc8785.CanonicalizationError, UnicodeError) as error:
+        raise CertificateError(f"the certificate is not usable: {error}") from None
+    return certificate
+
+
+def certify(
+    record: RunRecord,
+    *,
+    delta: float,
+    compared_to: ComparedTo = "retrained",
+    parent: Certificate | None = None,
+) -> Certificate:
+    """The certificate of a run at δ; an :class:`UnlearningError` says why there can be none.
+
+    ``parent`` is the certificate of the model this run started from, when that model was itself
+    unlearned: its released weights must be the record's ``weights_before``.
+
+    >>> from expunge.certificates.record import Trace
+    >>> record = RunRecord(
+    ...     recipe=recipes.OutputPerturbation(start_clip=0.01, noise_std=0.0746128),
+    ...     parameters=1, grid=2.0**-30, execution=Execution(),
+    ...     noise={"source": "seeded", "generator": "AES-256-CTR", "releasable": False, "seed": 0},
+    ...     noise_keys=1, trace=Trace((0,), (0.0746128,), (0,), (1,), (0.009,), (0.05,), (False,)),
+    ...     gradient_evaluations=0, weights_before="a" * 64, weights_noisy="b" * 64,
+    ...     weights_after="b" * 64, device="cpu", dtype="float32",
+    ...     created="2025-11-15T22:00:00+00:00")
+    >>> certificate = certify(record, delta=1e-5)
+    >>> round(certificate.epsilon, 4), certificate.compared_to, certificate.releasable
+    (1.0, 'retrained', False)
+    """
+    check_delta(delta)
+    problems = [*find_contradictions(record), *_find_broken_links(record, parent)]
+    if problems:
+        raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
+    releases = record.execution.releases
+    found, ideal = (
+        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=execution)
+        for execution in (record.execution, Execution(releases=releases))
+    )
+    bounds = [b.epsilon for b in (found.retrained, found.centre) if b is not None]
+    if not max(bounds) <= MAX_EPSILON:
+        raise UnlearningError(
+            f"this run certifies nothing at delta = {delta}: epsilon is {max(bounds):g}, "
+            f"and above {MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
+        )
+    if isinstance(record.recipe, GroupDPSGD):
+        _confirm(record.recipe, found)
+    plain = _describe_run(record, parent) | _describe_guarantee(record, found, ideal)
+    return _complete(plain)
+
+
+def _confirm(recipe: GroupDPSGD, found: Guarantee) -> None:
+    """Refuse a claim about DP-SGD that its second computation cannot confirm."""
+    from expunge.certificates.second_accountant import recompute
+
+    try:
+        confirmed = recompute(recipe, "retrained", Execution())[1](found.epsilon) <= found.delta
+    except InputError as error:
+        raise UnlearningError(f"this run cannot be certified: {error}") from None
+    if not confirmed:
+        raise UnlearningError("this run cannot be certified: the two accountants disagree")
+
+
+def check_link(child: Mapping[str, str | None], parent: Certificate) -> list[str]:
+    """What breaks the chain from ``child`` (parent, before, frozen) to its parent, if anything.
+
+    A frozen part is public, so it must have been just as public in the parent.
+    """
+    found: list[str] = []
+    if child["parent"] != parent.sha256:
+        found.append(
+            f"parent is {child['parent']}, but the SHA-256 of the parent is {parent.sha256}"
+        )
+    if child["before"] != parent.weights.after:
+        found.append(
+            f"the run started from weights {child['before']}, but the parent released "
+            f"{parent.weights.after}"
+        )
+    if child["frozen"] != parent.weights.frozen:
+        found.append(
+            f"the frozen part is {child['frozen']}, but the parent's was {parent.weights.frozen}"
+        )
+    return found
+
+
+def _find_broken_links(record: RunRecord, parent: Certificate | None) -> list[str]:
+    if parent is None:
+        if record.parent is None:
+            return []
+        return [f"it names the parent {record.parent}, which must be given to check the chain"]
+    child = {
+        "parent": record.parent or parent.sha256,
+        "before": record.weights_before,
+        "frozen": record.frozen,
+    }
+    found = check_link(child, parent)
+    if record.centre is not None and record.centre == parent.weights.after:
+        found.append("the centre is the parent's released model, which saw the forget data")
+    return found
+
+
+def _describe_guarantee(record: RunRecord, found: Guarantee, ideal: Guarantee) -> dict[str, Any]:
+    def bound(value: Bound | None) -> dict[str, Any] | None:
+        return None if value is None else asdict(value)
+
+    survival = found.survival_bound
+    if survival is None:  # no old model to start from: the run without the forget set stands in
+        survival = min(math.exp(log_delta(record.recipe, 0.0, execution=record.execution)), 1.0)
+    return {
+        "epsilon": found.epsilon,
+        "delta": found.delta,
+        "mu": found.mu,
+        "compared_to": found.compared_to,
+        "theorem": found.theorem,
+        "retrained": bound(found.retrained),
+        "centre": bound(found.centre),
+        "survival_bound": survival,
+        "finite_precision": {
+            "grid": record.grid,
+            "rounding": record.execution.rounding,
+            "tail_delta": record.execution.tail_delta,
+            "ideal_epsilon": ideal.epsilon,
+            "epsilon_cost": max(found.epsilon - ideal.epsilon, 0.0),
+        },
+        "releases": record.execution.releases,
+    }
+
+
+def _describe_run(record: RunRecord, parent: Certificate | None) -> dict[str, Any]:
+    """What may be published: nothing here is a function of the old model that no noise covers."""
+    finetune = None if record.finetune is None else asdict(record.finetune)
+    if finetune is not None and record.finetune is not None:
+        finetune["data"] = _publish(record.finetune.data)
+    return {
+        "recipe": encode(recipes.to_dict(record.recipe)),
+        "schedule": describe_schedule(record.recipe),
+        "parameters": record.parameters,
+        "start": record.start,
+        "initialisation": record.initialisation,
+        "problem": None if record.problem is None else asdict(record.problem),
+        "noise": {
+            "source": record.noise["source"],
+            "generator": record.noise.get("generator"),
+            "keys": record.noise_keys,
+        },
+        "weights": {
+            "before": None if parent is None else record.weights_before,
+            "noisy": record.weights_noisy,
+            "after": record.weights_after,
+            "centre": record.centre,
+            "frozen": record.frozen,
+            "frozen_names": list(record.frozen_names),
+        },
+        "data": {"forget": _publish(record.forget), "retain": _publish(record.retain)},
+        "buffers": {"policy": record.buffers, "names": list(record.buffer_names)},
+        "finetune": finetune,
+        "gradient_evaluations": record.gradient_evaluations,
+        "resumed": record.resumed,
+        "device": record.device,
+        "dtype": record.dtype,
+        "versions": dict(record.versions),
+        "created": record.created,
+        "parent": None if parent is None else parent.sha256,
+        "record": record.digest(),
+    }
+
+
+def describe_schedule(recipe: Recipe) -> list[dict[str, float]]:
+    """The certificate's ``schedule`` field."""
+    return [
+        {"steps": steps, "learning_rate": rate, "noise_std": sigma}
+        for steps, rate, sigma in summarise_schedule(recipe)
+    ]
+
+
+def _publish(commitment: Commitment | None) -> dict[str, Any] | None:
+    if commitment is None:
+        return None
+    plain = asdict(commitment)
+    del plain["salt"]
+    return plain
+
+
+def _complete(plain: dict[str, Any]) -> Certificate:
+    """Add what follows from the rest: scope, warnings, digest."""
+    empty = {"covered": [], "not_covered": [], "assumptions": [], "void_if": []}
+    draft = parse(
+        rfc8785.dumps(
+            plain
+            | {"schema_version": SCHEMA_VERSION, "releasable": False, "warnings": []}
+            | {"scope": empty, "digest": _BLANK, "signature": None}
+        )
+    )
+    warnings = find_warnings(draft)
+    draft = draft.model_copy(
+        update={
+            "scope": derive_scope(draft),
+            "warnings": warnings,
+            "releasable": not warnings,
+        }
+    )
+    return draft.model_copy(update={"digest": draft.compute_digest()})

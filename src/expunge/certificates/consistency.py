@@ -1,0 +1,232 @@
+"""Whether a record agrees with itself: what ran must be what its recipe says, step by step."""
+
+from __future__ import annotations
+
+import math
+from datetime import datetime, timedelta
+from itertools import groupby
+
+import numpy as np
+
+from expunge.accounting.precision import bound_descent_rounding, find_disagreements
+from expunge.certificates.record import RunRecord, Trace
+from expunge.certificates.second_accountant import MAX_MIXING_STEPS
+from expunge.recipes import (
+    STATED,
+    GradientClipping,
+    GroupDPSGD,
+    ModelClipping,
+    NoisyDescent,
+    OutputPerturbation,
+    Problem,
+    Recipe,
+    Retraining,
+    RewindToDelete,
+    schedule,
+)
+
+# ‖ξ‖/σ is within 12 of √d but for less than 1 draw in 10³⁰, whatever the number of parameters d.
+NOISE_DEVIATIONS = 12.0
+# Recorded norms are float32 at worst.
+NORM_TOLERANCE = 1e-5
+
+
+def find_contradictions(record: RunRecord) -> list[str]:
+    """Every reason why this record cannot be certified, as sentences; none if it can."""
+    recipe = record.recipe
+    found = [*_check_noise_source(record), *_check_weights(record), *check_time(record.created)]
+    found += check_start(recipe, record.start)
+    if record.parameters < 1:
+        found.append("parameters is 0: nothing was certified")
+    if isinstance(recipe, ModelClipping) and recipe.steps > MAX_MIXING_STEPS:
+        found.append(f"steps is {recipe.steps}; at most {MAX_MIXING_STEPS} can be verified")
+    least = least_rounding(recipe, record.problem, record.grid, record.parameters)
+    if record.execution.rounding < least * (1 - 1e-9):
+        found.append(
+            f"execution.rounding is {record.execution.rounding!r}; a grid of {record.grid!r} "
+            f"costs at least {least!r}"
+        )
+    if isinstance(recipe, NoisyDescent | RewindToDelete):
+        found += _check_problem(record, recipe)
+    if isinstance(recipe, NoisyDescent | RewindToDelete | GroupDPSGD):
+        found += _check_training(record, recipe.group_size)
+    steps = sum(count for count, _, _ in summarise_schedule(recipe))
+    if len(record.trace) != steps:
+        return [*found, f"the trace has {len(record.trace)} steps; the recipe has {steps}"]
+    return [*found, *_check_trace(record.trace, record.parameters, recipe)]
+
+
+def least_rounding(recipe: Recipe, problem: Problem | None, grid: float, parameters: int) -> float:
+    """The least that a grid adds to each step's sensitivity; 0 where rounding is free."""
+    match recipe:
+        case GradientClipping():
+            return 2 * grid * math.sqrt(parameters)
+        case NoisyDescent() | RewindToDelete() if grid > 0:
+            return bound_descent_rounding(recipe, problem or STATED, grid, parameters)
+        case _:
+            return 0.0
+
+
+def count_keys(recipe: Recipe) -> int:
+    """How many noise keys a run that was never resumed takes: noisy descent trains with one too."""
+    return 2 if isinstance(recipe, NoisyDescent) else 1
+
+
+def expand_schedule(recipe: Recipe) -> list[tuple[float, float]]:
+    """(learning rate, noise) of every step that led to the released model.
+
+    >>> expand_schedule(OutputPerturbation(start_clip=1.0, noise_std=0.5))
+    [(0.0, 0.5)]
+    """
+    match recipe:
+        case OutputPerturbation(noise_std=sigma):
+            return [(0.0, sigma)]
+        case GradientClipping(steps=T) | ModelClipping(steps=T):
+            rates, sigmas = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
+            return list(zip(rates.tolist(), sigmas.tolist(), strict=True))
+        case _:
+            runs = summarise_schedule(recipe)
+            return [(rate, sigma) for count, rate, sigma in runs for _ in range(count)]
+
+
+def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
+    """The schedule as runs of equal steps: (how many, learning rate, noise).
+
+    >>> summarise_schedule(ModelClipping(model_clip=1.0, learning_rate=[0.1, 0.1, 0.2],
+    ...                                  weight_decay=0.0, noise_std=2.0, steps=3))
+    [(2, 0.1, 2.0), (1, 0.2, 2.0)]
+    """
+    match recipe:
+        case GradientClipping(learning_rate=float(rate), noise_std=float(sigma), steps=T):
+            return [(T, rate, sigma)]
+        case ModelClipping(learning_rate=float(rate), noise_std=float(sigma), steps=T):
+            return [(T, rate, sigma)]
+        case NoisyDescent(learning_rate=rate, noise_std=sigma):
+            return [(recipe.train_steps + recipe.steps, rate, sigma)]
+        case RewindToDelete(learning_rate=rate, noise_std=sigma):
+            return [(recipe.train_steps, rate, 0.0), (1, 0.0, sigma)]
+        case GroupDPSGD(steps=T, noise_multiplier=multiplier, clip=C):
+            return [(T, 0.0, multiplier * C)]
+        case Retraining():
+            return []
+        case _:
+            pass
+    runs = groupby(expand_schedule(recipe))
+    return [(sum(1 for _ in run), rate, sigma) for (rate, sigma), run in runs]
+
+
+def _check_noise_source(record: RunRecord) -> list[str]:
+    source, found = record.noise.get("source"), list[str]()
+    if isinstance(record.recipe, Retraining):
+        return found
+    if source == "none":
+        found.append("noise.source is 'none', but the recipe draws noise")
+    if record.noise.get("releasable") is not (source == "system"):
+        found.append(f"noise.releasable is {record.noise.get('releasable')!r} for {source!r} noise")
+    expected = count_keys(record.recipe) + record.resumed
+    if source == "system" and record.noise_keys != expected:
+        found.append(
+            f"noise_keys is {record.noise_keys}; a run resumed {record.resumed} times "
+            f"uses {expected}"
+        )
+    return found
+
+
+def _check_problem(record: RunRecord, recipe: NoisyDescent | RewindToDelete) -> list[str]:
+    found = find_disagreements(recipe, record.problem or STATED, record.parameters)
+    if record.problem is None:
+        found.append("problem is missing: it says where the constants of the recipe come from")
+    steps = recipe.train_steps + recipe.steps
+    if steps > MAX_MIXING_STEPS:
+        found.append(f"train_steps + steps is {steps}; at most {MAX_MIXING_STEPS} can be verified")
+    return found
+
+
+def _check_training(record: RunRecord, group_size: int) -> list[str]:
+    """What holds for a run whose guarantee covers its training too."""
+    found = list[str]()
+    if record.forget is not None and record.forget.count > group_size:
+        found.append(f"{record.forget.count} examples were forgotten; group_size is {group_size}")
+    if record.execution.releases != 1 or record.parent is not None:
+        found.append("one training run covers one request: releases must be 1 and parent none")
+    return found
+
+
+def _check_weights(record: RunRecord) -> list[str]:
+    found = list[str]()
+    given = record.centre is not None and record.start != "fresh"
+    if given and record.centre == record.weights_before:
+        found.append("the centre is the old model itself; it must be public")
+    if (record.frozen is None) != (len(record.frozen_names) == 0):
+        found.append("frozen and frozen_names must be given together")
+    if (record.buffers == "none") != (len(record.buffer_names) == 0):
+        found.append(f"buffers is {record.buffers!r} with {len(record.buffer_names)} buffers named")
+    unexplained = record.finetune is None and record.buffers != "reset"
+    noisy = not isinstance(record.recipe, Retraining)
+    if unexplained and noisy and record.weights_noisy != record.weights_after:
+        found.append("the weights changed after the last noise, but no fine-tuning is recorded")
+    return found
+
+
+def check_start(recipe: Recipe, start: str) -> list[str]:
+    """A sentence if the method cannot have started there."""
+    trains = isinstance(recipe, GroupDPSGD | NoisyDescent | RewindToDelete)
+    if trains and start != "fresh":
+        return [f"start is {start!r}; training begins at a 'fresh' one"]
+    if start == "fresh" and not trains and not isinstance(recipe, Retraining):
+        return ["start is 'fresh'; this method starts from a model or from the centre"]
+    return []
+
+
+def check_time(created: str) -> list[str]:
+    """A sentence unless this is an ISO 8601 time in UTC."""
+    try:
+        offset = datetime.fromisoformat(created).utcoffset()
+    except ValueError:
+        offset = None
+    valid = "an ISO 8601 time in UTC"
+    return [] if offset == timedelta(0) else [f"created is {created!r}; it must be {valid}"]
+
+
+def _check_trace(trace: Trace, parameters: int, recipe: Recipe) -> list[str]:
+    found = list[str]()
+    if len(trace) == 0:
+        return found
+    rates, sigmas = (np.array(column) for column in zip(*expand_schedule(recipe), strict=True))
+    norms = np.array(trace.noise_norm)
+    applied = np.array(trace.gradient_norm) * np.array(trace.clip_factor)
+    if not isinstance(recipe, GroupDPSGD):  # there learning rates are post-processing
+        found += _name_steps("learning_rate differs from the recipe", rates != trace.learning_rate)
+    found += _name_steps("noise_std differs from the recipe", sigmas != trace.noise_std)
+    if isinstance(recipe, GradientClipping):
+        above = applied > recipe.grad_clip * (1 + NORM_TOLERANCE)
+        found += _name_steps("the clipped gradient is longer than grad_clip", above)
+    if isinstance(recipe, NoisyDescent | RewindToDelete):
+        above = applied > recipe.gradient_bound * (1 + NORM_TOLERANCE)
+        found += _name_steps("the gradient is longer than gradient_bound", above)
+    radius = _projection_radius(recipe) * (1 + NORM_TOLERANCE)
+    found += _name_steps("the model is outside its clip", np.array(trace.model_norm) > radius)
+    off = np.abs(norms - sigmas * math.sqrt(parameters)) > NOISE_DEVIATIONS * sigmas
+    found += _name_steps("the noise is too short or too long for its noise_std", off)
+    if len(norms) > 2 and parameters > 16 and norms[0] > 0 and np.ptp(norms) == 0:
+        found.append("every step added noise of the same norm: one draw was used again")
+    return found
+
+
+def _projection_radius(recipe: Recipe) -> float:
+    """The ball the model is in right before each noise, where the recipe projects onto one."""
+    match recipe:
+        case OutputPerturbation(start_clip=radius) | ModelClipping(model_clip=radius):
+            return radius
+        case GradientClipping(model_clip=float(radius)):
+            return radius
+        case _:
+            return math.inf
+
+
+def _name_steps(what: str, wrong: np.typing.NDArray[np.bool_]) -> list[str]:
+    places = np.flatnonzero(wrong)
+    if len(places) == 0:
+        return []
+    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+    return [f"{what} at step {int(places[0])}{more}"]

@@ -1,0 +1,291 @@
+"""What ran, step by step, and what it ran on: frozen data, written once, read by ``certify``.
+
+A record belongs to the operator and is **not for release**. Its trace and the hash of the old
+weights are functions of the old model that no noise covers: the realised norm of the noise alone
+tells two candidate starts apart. ``certify`` publishes what may be published and binds the rest
+by the record's hash, which the secret ``nonce`` blinds.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import platform
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import rfc8785
+
+from expunge import recipes
+from expunge.certificates.identifiers import (
+    Commitment,
+    check_count,
+    check_digest,
+    check_real,
+)
+from expunge.errors import CertificateError, InputError
+from expunge.files import read_limited, write_atomic
+from expunge.recipes import Execution, Problem, Recipe
+
+if TYPE_CHECKING:
+    from torch import nn
+
+FORMAT = "expunge-record-1"
+MAX_BYTES = 1_000_000_000
+_LARGEST_SAFE_INTEGER = 2**53 - 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One entry per noisy step, in order.
+
+    ``gradient_norm`` is ‖g_t‖ before clipping; ``clip_factor`` what it was multiplied by;
+    ``model_norm`` ‖x - c‖ after the step's clips and before its noise; ``noise_norm`` the realised
+    ‖ξ_t‖; ``nonfinite`` whether the gradient was not finite and counted as zero (its norm is then
+    recorded as 0). Output perturbation has one entry with learning rate and gradient norm 0.
+    """
+
+    learning_rate: tuple[float, ...] = ()
+    noise_std: tuple[float, ...] = ()
+    gradient_norm: tuple[float, ...] = ()
+    clip_factor: tuple[float, ...] = ()
+    model_norm: tuple[float, ...] = ()
+    noise_norm: tuple[float, ...] = ()
+    nonfinite: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        for column in fields(self):
+            kind = bool if column.name == "nonfinite" else float
+            values = tuple(kind(value) for value in getattr(self, column.name))
+            object.__setattr__(self, column.name, values)
+            if len(values) != len(self.learning_rate):
+                raise InputError(
+                    f"trace.{column.name} has {len(values)} entries; "
+                    f"trace.learning_rate has {len(self.learning_rate)}"
+                )
+            bad = next((value for value in values if not 0 <= value < math.inf), None)
+            if bad is not None:
+                raise InputError.of(f"trace.{column.name}", bad, "finite and >= 0 at every step")
+
+    def __len__(self) -> int:
+        return len(self.learning_rate)
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Training on retained data after the last noise: post-processing, so it costs nothing."""
+
+    optimizer: str
+    epochs: float
+    steps: int
+    learning_rate: float
+    batch_size: int
+    schedule: str
+    gradient_evaluations: int
+    data: Commitment | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "gradient_evaluations"):
+            check_count(name, getattr(self, name))
+        for name in ("epochs", "learning_rate"):
+            check_real(name, getattr(self, name))
+            object.__setattr__(self, name, float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything needed to recompute the guarantee, and what the run worked on.
+
+    ``parameters`` counts the certified ones; ``grid`` is the power-of-two grid (0.0: none);
+    ``noise`` is the noise source's description (``source`` "system", "seeded" or "none",
+    ``generator``, ``releasable``, ``seed``) and ``noise_keys`` how many keys it used (one, plus one
+    per resume). Weights are hashed by :func:`expunge.certificates.hashing.hash_tensors`: ``weights_before`` all
+    tensors of the old model, ``weights_noisy`` all tensors right after the last noise,
+    ``weights_after`` all tensors of the released file. ``frozen`` and ``centre`` are the public
+    ones. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model",
+    "centre" for the control that never saw the old model, or "fresh" for a run from a start that
+    saw no data (``initialisation`` says which). ``problem`` says where the constants of full-batch
+    descent come from; ``processes`` how several worked together, None for one.
+
+    >>> record = RunRecord(
+    ...     recipe=recipes.Retraining(), parameters=3, grid=0.0, execution=Execution(),
+    ...     noise={"source": "none"}, noise_keys=0, trace=Trace(), gradient_evaluations=640,
+    ...     weights_before="a" * 64, weights_noisy="b" * 64, weights_after="b" * 64,
+    ...     device="cpu", dtype="float32", created="2025-11-15T22:00:00+00:00")
+    >>> RunRecord.from_dict(record.to_dict()) == record
+    True
+    """
+
+    recipe: Recipe
+    parameters: int
+    grid: float
+    execution: Execution
+    noise: Mapping[str, Any]
+    noise_keys: int
+    trace: Trace
+    gradient_evaluations: int
+    weights_before: str
+    weights_noisy: str
+    weights_after: str
+    device: str
+    dtype: str
+    created: str
+    frozen: str | None = None
+    frozen_names: tuple[str, ...] = ()
+    centre: str | None = None
+    forget: Commitment | None = None
+    retain: Commitment | None = None
+    buffers: Literal["none", "frozen", "reset"] = "none"
+    buffer_names: tuple[str, ...] = ()
+    finetune: FineTuning | None = None
+    start: Literal["model", "centre", "fresh"] = "model"
+    initialisation: str | None = None
+    problem: Problem | None = None
+    resumed: int = 0
+    parent: str | None = None
+    processes: Mapping[str, Any] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict[str, str])
+    nonce: str = field(default_factory=lambda: secrets.token_hex(32))
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "noise_keys", "gradient_evaluations", "resumed"):
+            check_count(name, getattr(self, name))
+        check_real("grid", self.grid)
+        if self.grid > 0 and math.frexp(self.grid)[0] != 0.5:
+            raise InputError.of("grid", self.grid, "0 or a power of two")
+        for name in ("weights_before", "weights_noisy", "weights_after", "nonce"):
+            check_digest(name, getattr(self, name))
+        for name in ("frozen", "centre", "parent"):
+            if getattr(self, name) is not None:
+                check_digest(name, getattr(self, name))
+        if self.start not in ("model", "centre", "fresh"):
+            raise InputError.of("start", self.start, "'model', 'centre' or 'fresh'")
+        if self.buffers not in ("none", "frozen", "reset"):
+            raise InputError.of("buffers", self.buffers, "'none', 'frozen' or 'reset'")
+        if self.noise.get("source") not in ("system", "seeded", "none"):
+            raise InputError.of(
+                "noise.source", self.noise.get("source"), "'system', 'seeded' or 'none'"
+            )
+        for name in ("frozen_names", "buffer_names"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "grid", float(self.grid))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON; infinity is written as the string "inf"."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        plain["recipe"] = recipes.to_dict(self.recipe)
+        plain["trace"] = {f.name: getattr(self.trace, f.name) for f in fields(self.trace)}
+        if self.processes is None:  # as in the records of before there could be several
+            del plain["processes"]
+        for name in ("execution", "forget", "retain", "finetune", "problem"):
+            plain[name] = None if plain[name] is None else asdict(plain[name])
+        return {"format": FORMAT} | cast(dict[str, Any], encode(plain))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunRecord:
+        """The record that ``to_dict`` described; anything else is a :class:`CertificateError`."""
+        if data.get("format") != FORMAT:
+            raise CertificateError(f"format is {data.get('format')!r}; it must be {FORMAT!r}")
+        plain = {k: v for k, v in data.items() if k != "format"}
+        try:
+            plain["recipe"] = recipes.from_dict(cast(Any, decode(plain["recipe"])))
+            plain["execution"] = Execution(**plain["execution"])
+            plain["trace"] = Trace(**plain["trace"])
+            plain["forget"] = commitment_from(plain["forget"])
+            plain["retain"] = commitment_from(plain["retain"])
+            plain["finetune"] = finetuning_from(plain["finetune"])
+            if plain["problem"] is not None:
+                plain["problem"] = Problem(**plain["problem"])
+            plain["noise"] = {k: _whole(v) if k == "seed" else v for k, v in plain["noise"].items()}
+            return cls(**plain)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise CertificateError(f"not a usable record: {error}") from error
+
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON: what a certificate binds; hiding while this is secret."""
+        return hashlib.sha256(rfc8785.dumps(self.to_dict())).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write canonical JSON; the file is either complete or not there."""
+        write_atomic(path, rfc8785.dumps(self.to_dict()))
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunRecord:
+        """Read what ``save`` wrote."""
+        raw = read_limited(path, MAX_BYTES, "record")
+        try:
+            data = json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise CertificateError(f"{path} is not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise CertificateError(f"{path} does not hold a JSON object")
+        return cls.from_dict(cast(dict[str, Any], data))
+
+
+def commitment_from(data: Mapping[str, Any] | None) -> Commitment | None:
+    """The commitment that ``asdict`` described."""
+    return None if data is None else Commitment(**data)
+
+
+def finetuning_from(data: Mapping[str, Any] | None) -> FineTuning | None:
+    """The fine-tuning that ``asdict`` described."""
+    if data is None:
+        return None
+    given: dict[str, Any] = {**data, "data": commitment_from(data["data"])}
+    return FineTuning(**given)
+
+
+def encode(value: object) -> object:
+    """Plain data in which JSON can say everything: inf and integers from 2**53 become strings."""
+    match value:
+        case bool() | str() | None:
+            return value
+        case int():
+            return value if abs(value) <= _LARGEST_SAFE_INTEGER else str(value)
+        case float():
+            return value if math.isfinite(value) else str(value)
+        case Mapping():
+            items = cast(Mapping[str, object], value).items()
+            return {key: encode(item) for key, item in items}
+        case Sequence():
+            return [encode(item) for item in cast(Sequence[object], value)]
+        case _:
+            raise InputError.of("value", value, "plain data: numbers, strings, lists, mappings")
+
+
+def decode(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo ``encode`` in a recipe: the string "inf" is a radius that does not clip."""
+    return {key: math.inf if value == "inf" else value for key, value in data.items()}
+
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """What ``unlearn`` returns: a new module, and the record of what ran."""
+
+    model: nn.Module
+    record: RunRecord
+
+
+def list_versions() -> dict[str, str]:
+    """The versions of what computed a run."""
+    return {"python": platform.python_version()} | dict(_read_versions())
+
+
+@functools.cache
+def _read_versions() -> tuple[tuple[str, str], ...]:
+    """Parsing what is installed takes longer than a small run: once per process is enough."""
+    names = ("expunge", "torch", "numpy", "scipy", "cryptography", "mpmath")
+    return tuple((name, version(name)) for name in names)
+
+
+NO_NOISE = {"source": "none", "generator": None, "releasable": False, "seed": None}

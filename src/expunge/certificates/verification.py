@@ -1,0 +1,300 @@
+"""Check a certificate: recompute every number and every hash, and name each thing that differs.
+
+Needs the certificate and the weights it covers, and neither torch nor the data. The numbers are
+recomputed by ``expunge.certificates.second_accountant``, which shares no formula with the accountant that wrote
+them. A certificate that does not hold is a :class:`VerificationError` (exit code 1); one that
+cannot be read is a :class:`CertificateError` (exit code 2).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from expunge.accounting.guarantee import has_centre, theorem
+from expunge.accounting.precision import find_disagreements
+from expunge.certificates.certificate import (
+    MAX_BYTES,
+    Certificate,
+    check_link,
+    describe_schedule,
+    parse,
+)
+from expunge.certificates.consistency import (
+    check_start,
+    check_time,
+    count_keys,
+    find_contradictions,
+    least_rounding,
+)
+from expunge.certificates.hashing import find_weights, hash_file, hash_index, serialise_header
+from expunge.certificates.record import RunRecord
+from expunge.certificates.second_accountant import recompute
+from expunge.certificates.signing import holds, read_public_key
+from expunge.certificates.wording import derive_scope, find_warnings
+from expunge.errors import InputError, VerificationError
+from expunge.files import read_limited
+from expunge.recipes import (
+    STATED,
+    ComparedTo,
+    Execution,
+    GroupDPSGD,
+    NoisyDescent,
+    Problem,
+    RewindToDelete,
+)
+
+# A claim may be below 50 digits by the error of a float search, and above by this much.
+BELOW, ABOVE = 1e-10, 1e-6
+# DP-SGD's accountant rounds losses up to a grid; its second computation has eight digits.
+DPSGD_BELOW, DPSGD_ABOVE = 1e-7, 1e-2
+# An epsilon this small is as good as zero: how far above the truth it is does not matter.
+_NEGLIGIBLE = 1e-9
+
+
+def verify(
+    certificate: str | Path,
+    weights: str | Path | None = None,
+    public_key: bytes | str | Path | None = None,
+    *,
+    parent: str | Path | None = None,
+    record: str | Path | None = None,
+) -> Certificate:
+    """The certificate, if it holds for these weights (default: ``model.safetensors`` beside it, or
+    the index of several files).
+
+    ``public_key`` (PEM bytes or file) is the key it must be signed with; a signature is checked
+    against the key it names in any case. ``parent`` is the certificate it is chained to, and
+    ``record`` the operator's run record, checked step by step against it.
+
+    >>> verify("run/certificate.json")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.CertificateError: certificate run/certificate.json is not a file that can be...
+    """
+    path = Path(certificate)
+    raw = read_limited(path, MAX_BYTES, "certificate")
+    found = parse(raw)
+    file = find_weights(path) if weights is None else Path(weights)
+    differences = [
+        *_check_weights(found, file),
+        *_check_claims(found, raw),
+        *_check_signature(found, public_key),
+    ]
+    if parent is not None:
+        before = read_limited(parent, MAX_BYTES, "certificate")
+        differences += _check_parent(found, parse(before), before)
+    if record is not None:
+        differences += _check_record(found, RunRecord.load(record))
+    _raise_if_any(path, differences)
+    return found
+
+
+def verify_chain(
+    certificates: Sequence[str | Path],
+    weights: str | Path | None = None,
+    public_key: bytes | str | Path | None = None,
+) -> tuple[Certificate, ...]:
+    """All certificates of a sequence of requests, oldest first, if they hold and are chained.
+
+    The weights are those of the last one; the models in between need not exist any more.
+    """
+    if not certificates:
+        raise InputError.of("certificates", certificates, "at least one path")
+    found: list[Certificate] = []
+    for place, path in enumerate(certificates):
+        raw = read_limited(path, MAX_BYTES, "certificate")
+        found.append(parse(raw))
+        differences = [*_check_claims(found[-1], raw), *_check_signature(found[-1], public_key)]
+        if place > 0:
+            differences += check_link(_describe_link(found[-1]), found[-2])
+        elif found[-1].parent is not None:
+            differences.append(f"it names the parent {found[-1].parent}, which was not given")
+        _raise_if_any(Path(path), differences)
+    verify(certificates[-1], weights, public_key)
+    return tuple(found)
+
+
+def _raise_if_any(path: Path, differences: list[str]) -> None:
+    if differences:
+        raise VerificationError(f"{path} does not hold: " + "; ".join(differences))
+
+
+def _check_claims(certificate: Certificate, raw: bytes) -> list[str]:
+    """All that needs nothing but the certificate."""
+    found = list[str]()
+    if certificate.to_bytes() != raw:
+        found.append("the file is not in canonical form (RFC 8785)")
+    digest = certificate.compute_digest()
+    if certificate.digest != digest:
+        found.append(f"digest is {certificate.digest}, but the content has {digest}")
+    return [*found, *_check_derived(certificate), *_check_numbers(certificate)]
+
+
+def _check_derived(certificate: Certificate) -> list[str]:
+    """Fields that follow from others."""
+    c, recipe = certificate, certificate.method
+    warnings = find_warnings(c)
+    chosen = c.retrained if c.compared_to == "retrained" else c.centre
+    plain = c.model_dump(mode="json")
+    expected: dict[str, Any] = {
+        "theorem": theorem(recipe),
+        "schedule": describe_schedule(recipe),
+        "scope": derive_scope(c).model_dump(mode="json"),
+        "warnings": list(warnings),
+        "releasable": not warnings,
+    }
+    if chosen is not None:
+        expected |= {"epsilon": chosen.epsilon, "delta": chosen.delta, "mu": chosen.mu}
+    found = [
+        f"{name} is {_short(plain[name])}; the rest of the certificate gives {_short(value)}"
+        for name, value in expected.items()
+        if plain[name] != value
+    ]
+    if chosen is None or (c.centre is None and has_centre(recipe)):
+        found.append("centre is missing: this method can be compared to it")
+    if any(bound.delta != c.delta for bound in (c.retrained, c.centre) if bound is not None):
+        found.append("delta differs between the two bounds")
+    found += [*check_time(c.created), *check_start(recipe, c.start)]
+    keys = count_keys(recipe) + c.resumed
+    if c.schedule and c.noise.source == "system" and c.noise.keys != keys:
+        found.append(f"noise.keys is {c.noise.keys} for a run resumed {c.resumed} times")
+    if (c.weights.before is None) != (c.parent is None):
+        found.append("weights.before must be given exactly when there is a parent")
+    p = c.finite_precision
+    if p.epsilon_cost != max(c.epsilon - p.ideal_epsilon, 0.0):
+        found.append("finite_precision.epsilon_cost is not epsilon - ideal_epsilon")
+    problem = None if c.problem is None else Problem(**c.problem.model_dump())
+    least = least_rounding(recipe, problem, p.grid, c.parameters)
+    if p.rounding < least * (1 - 1e-9):
+        found.append(
+            f"finite_precision.rounding is {p.rounding!r}; its grid costs at least {least!r}"
+        )
+    if isinstance(recipe, NoisyDescent | RewindToDelete):
+        found += find_disagreements(recipe, problem or STATED, c.parameters)
+    if (problem is not None) != isinstance(recipe, NoisyDescent | RewindToDelete):
+        found.append("problem must be given exactly for full-batch descent")
+    return found
+
+
+def _check_numbers(certificate: Certificate) -> list[str]:
+    """Every ε, μ and probability against 50 digits; what cannot be recomputed does not hold."""
+    try:
+        return _compare_numbers(certificate)
+    except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
+        kind = type(error).__name__
+        return [f"the guarantee cannot be recomputed for this recipe ({kind}: {_short(error)})"]
+
+
+def _compare_numbers(certificate: Certificate) -> list[str]:
+    """Never below 50 digits, and not needlessly above."""
+    c, found = certificate, list[str]()
+    recompute_once = functools.cache(recompute)
+    method, ideal = c.method, Execution(releases=c.releases)
+    check = _Tolerance(DPSGD_BELOW, DPSGD_ABOVE) if isinstance(method, GroupDPSGD) else _EXACT
+    sides: list[tuple[ComparedTo, Any]] = [("retrained", c.retrained), ("centre", c.centre)]
+    for side, bound in sides:
+        if bound is None:
+            continue
+        mu, delta_at = recompute_once(method, side, c.execution)
+        found += check.epsilon(f"{side}.epsilon", bound.epsilon, c.delta, delta_at)
+        if (mu is None) != (bound.mu is None):
+            found.append(f"{side}.mu is {bound.mu!r}; it must be {mu}")
+        elif mu is not None:
+            found += check.value(f"{side}.mu", bound.mu, mu)
+        if side == "centre":
+            found += check.value("survival_bound", c.survival_bound, delta_at(0))
+    if c.centre is None:
+        _, delta_at = recompute_once(method, "retrained", c.execution)
+        found += check.value("survival_bound", c.survival_bound, delta_at(0))
+    _, delta_at = recompute_once(method, c.compared_to, ideal)
+    claimed = c.finite_precision.ideal_epsilon
+    return found + check.epsilon("finite_precision.ideal_epsilon", claimed, c.delta, delta_at)
+
+
+@dataclass(frozen=True)
+class _Tolerance:
+    """How far a claim may be below and above its second computation, relatively."""
+
+    below: float
+    above: float
+
+    def epsilon(
+        self, name: str, claimed: float, delta: float, delta_at: Callable[[Any], Any]
+    ) -> list[str]:
+        """δ(ε) ≤ δ, and δ(ε (1 - above)) > δ unless ε is as good as zero."""
+        if delta_at(claimed * (1 + self.below)) > delta * (1 + self.below):
+            return [f"{name} is {claimed!r}, which is too small: the run gives more at this delta"]
+        if claimed > _NEGLIGIBLE and delta_at(claimed * (1 - self.above)) <= delta:
+            return [f"{name} is {claimed!r}, which is not what the run gives: a smaller one holds"]
+        return []
+
+    def value(self, name: str, claimed: float, truth: Any) -> list[str]:
+        low, high = truth * (1 - self.below), truth * (1 + self.above) + 1e-300
+        if low <= claimed <= high:
+            return []
+        return [f"{name} is {claimed!r}; the recipe gives {float(truth)!r}"]
+
+
+_EXACT = _Tolerance(BELOW, ABOVE)
+
+
+def _check_weights(certificate: Certificate, path: Path) -> list[str]:
+    """The tensors by their hash, and every byte of the headers by writing them again."""
+    found = list[str]()
+    if path.name.endswith(".index.json"):
+        digest, layouts = hash_index(path)
+    else:
+        digest, layout = hash_file(path)
+        layouts = {path.name: layout}
+    if digest != certificate.weights.after:
+        found.append(
+            f"the weights {path} have hash {digest}, but weights.after is "
+            f"{certificate.weights.after}"
+        )
+    allowed = (None, {"format": "pt"}, certificate.safetensors_metadata())
+    for name, layout in layouts.items():
+        file = path.with_name(name)
+        if layout.metadata not in allowed:
+            found.append(f"the metadata of {file} is not this certificate's")
+        elif layout.header != serialise_header(layout.entries, layout.metadata):
+            found.append(f"the header of {file} is not in canonical form")
+    return found
+
+
+def _check_signature(certificate: Certificate, public_key: bytes | str | Path | None) -> list[str]:
+    found, signature = list[str](), certificate.signature
+    expected = None if public_key is None else read_public_key(public_key)
+    if signature is None:
+        return [] if expected is None else ["it is not signed, but a public key was given"]
+    if expected not in (None, signature.public_key):
+        found.append(f"it is signed by the key {signature.public_key}, not by {expected}")
+    if not holds(signature.value, signature.public_key, certificate.signed_bytes()):
+        found.append("the signature does not match the certificate")
+    return found
+
+
+def _describe_link(certificate: Certificate) -> dict[str, str | None]:
+    w = certificate.weights
+    return {"parent": certificate.parent, "before": w.before, "frozen": w.frozen}
+
+
+def _check_parent(certificate: Certificate, parent: Certificate, raw: bytes) -> list[str]:
+    found = [f"parent: {difference}" for difference in _check_claims(parent, raw)]
+    found += [f"parent: {difference}" for difference in _check_signature(parent, None)]
+    return found + check_link(_describe_link(certificate), parent)
+
+
+def _check_record(certificate: Certificate, record: RunRecord) -> list[str]:
+    found = [f"record: {problem}" for problem in find_contradictions(record)]
+    if record.digest() != certificate.record:
+        found.append(f"record is {certificate.record}, but the record's hash is {record.digest()}")
+    return found
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

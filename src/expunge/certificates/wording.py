@@ -1,0 +1,277 @@
+"""A certificate in words: its scope, its warnings, the auditor's statement and the model card.
+
+Scope and warnings are part of the certificate and ``verify`` derives them again: their wording
+belongs to the schema version (THEORY sections 1, 6 and 7).
+"""
+
+from __future__ import annotations
+
+import decimal
+import json
+import math
+from typing import Any
+
+from expunge.accounting.precision import DPSGD_ASSUMPTIONS, describe_assumptions
+from expunge.certificates.schema import (
+    CertificateWire,
+    GradientClippingWire,
+    NoisyDescentWire,
+    RewindToDeleteWire,
+    ScopeWire,
+)
+from expunge.recipes import NoisyDescent, Problem, RewindToDelete, from_dict
+
+_NAMES = {
+    "output-perturbation": "output perturbation",
+    "gradient-clipping": "noisy fine-tuning with gradient clipping",
+    "model-clipping": "noisy fine-tuning with model clipping",
+    "retraining": "retraining",
+    "group-dp-sgd": "DP-SGD and group privacy",
+    "noisy-descent": "noisy full-batch descent",
+    "rewind-to-delete": "rewinding full-batch descent, with noise at the end",
+}
+
+# Their guarantee covers the training too, so the reference is that training without the forget set.
+_TRAINING = ("group-dp-sgd", "noisy-descent", "rewind-to-delete")
+
+_VOID_IF = (
+    "a radius, a clip or the centre was chosen by looking at the trained weights or at the "
+    "forget data",
+    "optimizer moments, averaged weights, normalisation statistics or any other state of the "
+    "original training was kept",
+    "the noisy steps were not the recipe's: momentum, an adaptive optimizer, a noise draw used "
+    "twice, a noise source that can be guessed",
+    "forget data reached the retained data, its normalisation constants or the choice among "
+    "several runs",
+    "the centre or a frozen part depended on the forget data",
+    "more noisy runs of the same old model were released than are counted here",
+    "the key of the noise, the run record or its trace became known together with the model",
+)
+
+
+def find_warnings(certificate: CertificateWire) -> tuple[str, ...]:
+    """Why the released model is not for release; empty if it is."""
+    if certificate.recipe.method == "retraining":
+        return ()
+    found: list[str] = []
+    if certificate.noise.source != "system":
+        found.append(
+            "Not for release: the noise came from a seed, so anyone who guesses the seed can "
+            "subtract it."
+        )
+    if certificate.finite_precision.grid == 0:
+        found.append(
+            "Not for release: the run was not on a grid, so its finite precision is not accounted."
+        )
+    return tuple(found)
+
+
+def derive_scope(certificate: CertificateWire) -> ScopeWire:
+    """What is covered, what is not, and what would void it."""
+    covered = [
+        f"The {certificate.parameters} certified parameters of the released weights "
+        f"{certificate.weights.after}.",
+        "Every event about these weights, hence everything that can be computed from them.",
+    ]
+    if certificate.start == "centre":
+        covered.append("This run started at the public centre and never used the old model.")
+    if certificate.start == "fresh":
+        covered.append("This run started from weights that depend on no data at all.")
+    if certificate.buffers.policy == "reset":
+        covered.append(
+            f"The {len(certificate.buffers.names)} buffers, which were estimated again on retained "
+            "data after the last noise."
+        )
+    if certificate.finetune is not None and certificate.recipe.method == "retraining":
+        covered.append("The training, which used retained data only.")
+    elif certificate.finetune is not None:
+        covered.append(
+            "The fine-tuning after the last noise: it used retained data only, so it is "
+            "post-processing."
+        )
+    if certificate.releases > 1:
+        covered.append(f"All {certificate.releases} released runs of the same old model together.")
+    if certificate.parent is not None:
+        covered.append(
+            "The forget sets of the certificates this one is chained to, together with its own: "
+            "the bound holds whatever the run started from."
+        )
+    not_covered = [
+        "The old model, copies of it, and any model released before.",
+        "The run record, its trace and anything else measured on the old model or during the run.",
+        "What the retained data, the centre or a frozen part say about the forgotten examples.",
+        "The size of the forget set and the fact that a request was made.",
+    ]
+    if certificate.weights.frozen is not None:
+        not_covered.append(
+            f"The {len(certificate.weights.frozen_names)} frozen tensors, which are declared "
+            f"public: {certificate.weights.frozen}."
+        )
+    if certificate.buffers.policy == "frozen":
+        not_covered.append(
+            f"The {len(certificate.buffers.names)} buffers, which are declared public."
+        )
+    return ScopeWire(
+        covered=tuple(covered),
+        not_covered=tuple(not_covered),
+        assumptions=_list_assumptions(certificate),
+        void_if=_VOID_IF,
+    )
+
+
+def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
+    """What the guarantee rests on beside the run itself: nothing, for the clipping methods."""
+    wire, problem = certificate.recipe, certificate.problem
+    if wire.method == "group-dp-sgd":
+        return DPSGD_ASSUMPTIONS
+    if not isinstance(wire, NoisyDescentWire | RewindToDeleteWire) or problem is None:
+        return ()
+    recipe = from_dict(wire.model_dump())
+    assert isinstance(recipe, NoisyDescent | RewindToDelete)
+    return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
+
+
+def name_reference(certificate: CertificateWire) -> str:
+    """The certifying algorithm in words."""
+    if certificate.recipe.method == "retraining":
+        return "training again without the forget set"
+    if certificate.recipe.method in _TRAINING:
+        return "the same steps with the same noise, all on the retained data"
+    if certificate.compared_to == "retrained":
+        return "the same run started from a model retrained without the forget set"
+    if certificate.recipe.method == "model-clipping":
+        return (
+            "the same run with the public centre and nothing else before its first noise, "
+            "which never saw the forget set"
+        )
+    return "the same run started from the public centre, which never saw the forget set"
+
+
+def write_statement(certificate: CertificateWire) -> str:
+    """The certificate for an auditor, in plain language."""
+    c, p = certificate, certificate.finite_precision
+    times = round_up(math.exp(min(c.epsilon, 709.0)))
+    epsilon, delta = round_up(c.epsilon), round_up(c.delta)
+    chance = f"{round_up(100 * c.survival_bound, 3)} %"
+    lines = [
+        "CERTIFICATE OF UNLEARNING",
+        "",
+        *(f"*** {warning} ***" for warning in c.warnings),
+        f"Guarantee: epsilon = {epsilon}, delta = {delta}.",
+        f"Whatever is asked of the released model, an answer is at most {times} times as likely",
+        f"as under the reference, plus {delta}; and the same with the two exchanged.",
+        f"Reference: {name_reference(c)}.",
+        f"Theorem: {c.theorem}.",
+        f"At most {chance} of runs can differ, in any way, from runs that never saw "
+        f"{'the forget set' if c.recipe.method in _TRAINING else 'the old model'}.",
+        "",
+        f"Method: {_NAMES[c.recipe.method]}; {_count_steps(c)} on {c.parameters} parameters.",
+        f"Forget set: {_name_set(c.data.forget)}. Retained set: {_name_set(c.data.retain)}.",
+        f"Noise: {c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s).",
+        f"Finite precision: grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail {p.tail_delta:.6g};",
+        f"together they cost {round_up(p.epsilon_cost, 3)} of epsilon.",
+        f"Released runs of this old model: {c.releases}. Run finished: {c.created}.",
+        f"Parent certificate: {c.parent or 'none'}.",
+        f"Weights: {c.weights.after}",
+        f"Certificate: {c.digest}",
+        f"Signature: {'Ed25519 key ' + c.signature.public_key if c.signature else 'none'}",
+        "",
+        "Covered:",
+        *(f"- {sentence}" for sentence in c.scope.covered),
+        "Not covered:",
+        *(f"- {sentence}" for sentence in c.scope.not_covered),
+        *(["It rests on:"] if c.scope.assumptions else []),
+        *(f"- {sentence}" for sentence in c.scope.assumptions),
+        "This certificate is void if",
+        *(f"- {sentence}," for sentence in c.scope.void_if[:-1]),
+        f"- or {c.scope.void_if[-1]}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def write_model_card(certificate: CertificateWire) -> str:
+    """A block for a Hugging Face model card: YAML metadata, then markdown."""
+    c = certificate
+    facts: dict[str, Any] = {
+        "epsilon": c.epsilon,
+        "delta": c.delta,
+        "compared_to": c.compared_to,
+        "method": c.recipe.method,
+        "releasable": c.releasable,
+        "weights": c.weights.after,
+        "certificate": c.digest,
+    }
+    warnings = [f"> **{warning}**\n" for warning in c.warnings]
+    return "\n".join(
+        [
+            "---",
+            "tags:",
+            "- machine-unlearning",
+            "- certified-unlearning",
+            "certified_unlearning:",
+            *(f"  {key}: {_yaml(value)}" for key, value in facts.items()),
+            "---",
+            "",
+            "## Certified unlearning",
+            "",
+            *warnings,
+            f"Examples were removed from this model by {_NAMES[c.recipe.method]} with "
+            f"**epsilon = {round_up(c.epsilon)}, delta = {round_up(c.delta)}**, compared to "
+            f"{name_reference(c)}.",
+            "",
+            "| | |",
+            "|---|---|",
+            f"| theorem | {c.theorem} |",
+            f"| survival bound | {round_up(c.survival_bound, 4)} |",
+            f"| certified parameters | {c.parameters} |",
+            f"| forget set | {_name_set(c.data.forget)} |",
+            f"| weights (tree hash) | `{c.weights.after}` |",
+            f"| certificate digest | `{c.digest}` |",
+            "",
+            "Check it with `expunge verify certificate.json --weights model.safetensors`.",
+            "",
+            "Not covered:",
+            "",
+            *(f"- {sentence}" for sentence in c.scope.not_covered),
+            "",
+            *(["It rests on:", ""] if c.scope.assumptions else []),
+            *(f"- {sentence}" for sentence in c.scope.assumptions),
+            *([""] if c.scope.assumptions else []),
+        ]
+    )
+
+
+def round_up(value: float, digits: int = 6) -> str:
+    """A bound in words is never below the bound.
+
+    >>> round_up(6.5729700671), round_up(1e-5), round_up(0.0)
+    ('6.57298', '1e-5', '0')
+    """
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    rounded = context.plus(decimal.Decimal(repr(value))).normalize()
+    return f"{rounded:f}" if value == 0 or 1e-3 <= value < 1e9 else f"{rounded:e}"
+
+
+def _yaml(value: object) -> str:
+    """A scalar that YAML 1.1 reads back as the same value (1e-05 alone would be text)."""
+    text = json.dumps(value)
+    if isinstance(value, float) and "e" in text and "." not in text:
+        return text.replace("e", ".0e")
+    return text
+
+
+def _count_steps(certificate: CertificateWire) -> str:
+    if isinstance(certificate.recipe, RewindToDeleteWire):
+        return f"{certificate.recipe.train_steps} full-batch steps and one noise"
+    steps = sum(run.steps for run in certificate.schedule)
+    noun = "noisy step" if steps == 1 else "noisy steps"
+    start = ", started at the centre" if certificate.start == "centre" else ""
+    recipe = certificate.recipe
+    clip = (
+        " and projection" if isinstance(recipe, GradientClippingWire) and recipe.model_clip else ""
+    )
+    return f"{steps} {noun}{clip}{start}"
+
+
+def _name_set(commitment: Any) -> str:
+    return "not recorded" if commitment is None else f"{commitment.count} identifiers, committed"

@@ -1,0 +1,138 @@
+"""``expunge doctor``: the environment, the data found, the speed of this machine's noisy step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "cryptography", "mpmath")
+OPTIONAL = ("transformers", "peft", "pyarrow", "tensorboard", "opacus")
+SPEED_PARAMETERS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: ``good`` is False for what would keep expunge from working, None for news."""
+
+    name: str
+    text: str
+    good: bool | None = True
+
+
+def list_versions() -> dict[str, str | None]:
+    """expunge, Python and the packages that matter; None for what is not installed.
+
+    >>> list_versions()["python"] == platform.python_version()
+    True
+    """
+    from expunge import __version__
+
+    found: dict[str, str | None] = {"expunge": __version__, "python": platform.python_version()}
+    for name in (*PACKAGES, *OPTIONAL):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def examine(parameters: int = SPEED_PARAMETERS) -> tuple[list[Finding], dict[str, float]]:
+    """Everything worth knowing, and the measured speeds."""
+    versions = list_versions()
+    findings = [
+        Finding("system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"),
+        *_check_packages(versions),
+        _check_entropy(),
+        *_find_devices(),
+        _check_space(Path.cwd()),
+    ]
+    speed = measure_step(parameters)
+    text = (
+        f"{speed['parameters_per_second'] / 1e6:,.1f} million parameters per second "
+        f"({speed['milliseconds_per_step']:,.0f} ms for {parameters:,}, "
+        f"{speed['plain_step_ratio']:,.0f} times a step without noise)"
+    )
+    return [*findings, Finding("noisy step", text)], speed
+
+
+def measure_step(parameters: int) -> dict[str, float]:
+    """The time of one noisy step over this many parameters, beside a plain step of the same.
+
+    A linear model and a single example: the gradient costs next to nothing.
+    """
+    import torch
+    from torch import nn
+
+    from expunge.noisy.run import unlearn
+    from expunge.recipes import GradientClipping
+
+    model = nn.Linear(parameters, 1, bias=False)
+    batches = [(torch.ones(1, parameters), torch.ones(1, 1))]
+    seconds: dict[float, float] = {}
+    for noise_std in (1.0, 0.0):
+        times = list[float]()
+        recipe = GradientClipping(
+            start_clip=1.0,
+            grad_clip=1.0,
+            learning_rate=0.1,
+            weight_decay=1.0,
+            steps=4,
+            noise_std=noise_std,
+        )
+        unlearn(
+            model,
+            batches,
+            recipe,
+            loss_fn=nn.functional.mse_loss,
+            on_step=_make_clock(times),
+        )
+        seconds[noise_std] = min(b - a for a, b in itertools.pairwise(times))
+    return {
+        "milliseconds_per_step": 1e3 * seconds[1.0],
+        "parameters_per_second": parameters / seconds[1.0],
+        "plain_step_ratio": seconds[1.0] / seconds[0.0],
+    }
+
+
+def _make_clock(times: list[float]) -> Callable[[int, object], None]:
+    return lambda done, model: times.append(time.perf_counter())
+
+
+def _check_packages(versions: dict[str, str | None]) -> list[Finding]:
+    shown = [f"{name} {versions[name]}" for name in ("expunge", "python", *PACKAGES)]
+    missing = [name for name in PACKAGES if versions[name] is None]
+    extra = [f"{name} {versions[name]}" for name in OPTIONAL if versions[name] is not None]
+    absent = [name for name in OPTIONAL if versions[name] is None]
+    found = [Finding("versions", ", ".join(shown), not missing)]
+    text = ", ".join(extra) or "none"
+    return [*found, Finding("optional", text + f" (not installed: {', '.join(absent)})", None)]
+
+
+def _check_entropy() -> Finding:
+    from expunge.noisy.noise import SystemNoise
+
+    SystemNoise().begin()
+    return Finding("noise", "fresh keys from the operating system, AES-256 counter mode")
+
+
+def _find_devices() -> list[Finding]:
+    import torch
+
+    found = [Finding("threads", f"{torch.get_num_threads()} for torch")]
+    if torch.cuda.is_available():
+        found.append(Finding("cuda", torch.cuda.get_device_name()))
+    return found
+
+
+def _check_space(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    writable = os.access(folder, os.W_OK)
+    text = f"{free / 1e9:,.1f} GB free in {folder}" + ("" if writable else ", not writable")
+    return Finding("disk", text, writable and free > 1e8)

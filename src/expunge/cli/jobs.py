@@ -1,0 +1,346 @@
+"""The commands around a job: unlearn, init, doctor. Light to import: torch comes when they run.
+
+``expunge unlearn DIR``: what the command prints about a directory of jobs.
+
+``expunge init``: a folder with a commented job that runs as it is, to be made one's own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from expunge.cli.text import format_up
+from expunge.errors import InputError
+from expunge.files import write_atomic
+from expunge.jobs.folder import FolderJob, check_folder, run_folder
+from expunge.jobs.many import Outcome, Pool
+from expunge.processes.stopping import Stopped
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def unlearn(
+    job: Annotated[
+        Path,
+        typer.Argument(
+            metavar="JOB.TOML|DIR",
+            help="What to do (see expunge init), or a directory of NAME.toml and NAME/job.toml.",
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to leave the run (of DIR: OUT/NAME); default: output.dir."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a stopped run.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show recipe, cost and certificate; write nothing.")
+    ] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="DIR: run the jobs on Ray, here.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="DIR: run them on this Ray cluster.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With Ray: jobs at once; default: one for each CPU.")
+    ] = None,
+    retries: Annotated[
+        int, typer.Option(help="With Ray: tries more for a job whose worker died.")
+    ] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Run a job: forget, fine-tune, certify, report. Exit 0 done, 2 refused, 130 stopped.
+
+    With a directory: all its jobs that are not finished. Exit 1 if some failed.
+    """
+    if job.is_dir():
+        # moved
+
+        on_ray = ray or ray_address is not None
+        unlearn_folder(
+            job, out, on_ray, ray_address, workers, retries, dry_run=dry_run, as_json=as_json
+        )
+        return
+    if ray or ray_address is not None or workers is not None:
+        raise InputError(f"--ray needs a directory of jobs; {job} is none")
+    if dry_run and _follows():
+        return
+    if dry_run:
+        from expunge.cli.text import print_preview
+        from expunge.jobs.preview import preview_job
+
+        with _logging_to_stderr():
+            found = preview_job(job, out=out)
+        _print_json(found.to_dict()) if as_json else print_preview(found)
+        return
+    from expunge.jobs.run import run_job
+    from expunge.processes.stopping import Stopped
+
+    try:
+        with _logging_to_stderr():
+            done = run_job(job, out=out, resume=resume, progress=True)
+    except Stopped as stop:
+        if _follows():
+            sys.exit(stop.exit_code)
+        launch = "torchrun … -m " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        again = (
+            f"{launch}expunge unlearn {job}"
+            + ("" if out is None else f" --out {out}")
+            + " --resume"
+        )
+        saved = "what is done is saved" if stop.saved else "nothing was written"
+        typer.echo(f"expunge: {stop}; {saved}", err=True)
+        if stop.saved:
+            typer.echo(f"  go on with: {again}", err=True)
+        sys.exit(stop.exit_code)
+    if _follows():
+        return
+    certificate = done.certificate
+    if as_json:
+        facts = {"directory": str(done.directory), "metrics": done.metrics}
+        _print_json(facts | {"certificate": certificate.model_dump(mode="json")})
+        return
+    from expunge.cli.text import format_up
+
+    shown = _shorten(done.directory)
+    typer.echo(
+        f"{shown}: epsilon = {format_up(certificate.epsilon, 6)}, "
+        f"delta = {certificate.delta:g}, compared to {certificate.compared_to}"
+    )
+    last = {row["arm"]: row for row in done.metrics["stages"]}
+    for row in last.values():
+        typer.echo("  " + _describe_row(row))
+    for warning in certificate.warnings:
+        typer.echo(f"  {warning}")
+    typer.echo(f"  check it with: expunge verify {shown}")
+
+
+def init(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the files.")],
+    lora: Annotated[
+        bool, typer.Option("--lora", help="For a Hugging Face model with a LoRA adapter.")
+    ] = False,
+) -> None:
+    """Write job.toml, own.py and forget.txt: commented, running as they are, yours to change."""
+    # moved
+
+    for path in write_template(folder, "lora" if lora else "plain"):
+        typer.echo(path)
+    typer.echo(f"next: cd {folder} && python own.py && expunge unlearn job.toml", err=True)
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """The environment, the data found, and how fast a noisy step is here. Exit 1 if unusable."""
+    from expunge.cli.doctor import examine, list_versions
+
+    findings, speed = examine()
+    good = all(finding.good is not False for finding in findings)
+    if as_json:
+        facts = {finding.name: finding.text for finding in findings}
+        _print_json({"good": good, "versions": list_versions(), **speed, "findings": facts})
+    else:
+        for finding in findings:
+            mark = {True: "ok", False: "NO", None: "  "}[finding.good]
+            typer.echo(f"{mark}  {finding.name:<10}  {finding.text}")
+    if not good:
+        sys.exit(1)
+
+
+def show_version() -> None:
+    """expunge's version, then those of what computes with it."""
+    from expunge.cli.doctor import list_versions
+
+    versions = list_versions()
+    typer.echo(f"expunge {versions.pop('expunge')}")
+    shown = [f"{name} {number}" for name, number in versions.items() if number is not None]
+    typer.echo(", ".join(shown))
+
+
+def _shorten(path: Path) -> Path:
+    """A path below the working folder without that folder."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _describe_row(row: dict[str, Any]) -> str:
+    names = ("retain", "forget", "test")
+    shares = [f"{n} {100 * row[n]:.1f} %" for n in names if row.get(n) is not None]
+    losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in names if f"{n}_loss" in row]
+    return f"{row['arm']}, {row['stage']}: " + ", ".join(shares or losses)
+
+
+def _follows() -> bool:
+    """Whether torchrun started this process as another than the first, which prints for all."""
+    return os.environ.get("RANK", "0") != "0" and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def _logging_to_stderr() -> Generator[None]:
+    """What the run says on its way goes to stderr, one plain line each."""
+    log = logging.getLogger("expunge")
+    handler = logging.NullHandler() if _follows() else logging.StreamHandler(sys.stderr)
+    before = log.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def _print_json(data: dict[str, Any]) -> None:
+    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
+
+
+TO_DO = {"finished": "done before", "unfinished": "to go on with", "new": "to do"}
+
+
+def unlearn_folder(
+    folder: Path,
+    out: Path | None,
+    on_ray: bool,
+    address: str | None,
+    workers: int | None,
+    retries: int,
+    *,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Run what is left of the directory, then the table. Exit 0 all done, 1 some failed."""
+    if workers is not None and not on_ray:
+        raise InputError(f"--workers is {workers}, which needs --ray; without it jobs run in turn")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise InputError(f"{folder} is a directory of jobs; under torchrun, name one job file")
+    pool = Pool(address, workers, retries, fresh=True) if on_ray else None
+    if dry_run:
+        jobs = check_folder(folder, out=out)
+        _print_json({"jobs": _list_states(jobs)}) if as_json else _print_states(jobs)
+        return
+    try:
+        outcomes = run_folder(folder, out=out, pool=pool, progress=True)
+    except KeyboardInterrupt as stop:
+        typer.echo(
+            f"expunge: {stop if isinstance(stop, Stopped) else 'stopped'}; finished runs are "
+            "complete, and the same command goes on with the others",
+            err=True,
+        )
+        sys.exit(stop.exit_code if isinstance(stop, Stopped) else 130)
+    failed = [o for o in outcomes.values() if o.error is not None]
+    if as_json:
+        _print_json(summarise(folder, outcomes))
+    else:
+        typer.echo("\n".join(make_table(outcomes)))
+    if failed:
+        names = ", ".join(outcome.name for outcome in failed)
+        typer.echo(f"expunge: {len(failed)} of {len(outcomes)} jobs failed: {names}", err=True)
+        sys.exit(1)
+
+
+def summarise(folder: Path, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
+    """What ``--json`` prints: the counts, and the facts of every job."""
+    jobs = list[dict[str, Any]]()
+    for name, o in outcomes.items():
+        head = {"job": name, "status": _tell_status(o), "error": o.error}
+        facts = {k: v for k, v in (o.value or {}).items() if k != "told"}
+        jobs.append(head | facts | {"attempts": o.attempts, "seconds": round(o.seconds, 3)})
+    failed = sum(o.error is not None for o in outcomes.values())
+    return {
+        "directory": str(folder),
+        "done": len(outcomes) - failed,
+        "failed": failed,
+        "jobs": jobs,
+    }
+
+
+def make_table(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """One line for each job: name, guarantee, accuracy after the last stage, status.
+
+    >>> facts = {"epsilon": 1.0, "delta": 1e-5, "test": 0.913}
+    >>> lost = Outcome("b", error="row 40 is torn")
+    >>> print("\\n".join(make_table({"a": Outcome("a", facts), "b": lost})))
+    job  epsilon  delta  accuracy     status
+    a          1  1e-05  test 91.3 %  done
+    b          -      -  -            failed: row 40 is torn
+    """
+    rows = [("job", "epsilon", "delta", "accuracy", "status")]
+    for name, o in outcomes.items():
+        status = _tell_status(o) + (f": {o.error}" if o.error is not None else "")
+        if o.value is None:
+            rows.append((name, "-", "-", "-", status))
+        else:
+            epsilon, delta = format_up(o.value["epsilon"], 6), f"{o.value['delta']:g}"
+            rows.append((name, epsilon, delta, _tell_accuracy(o.value), status))
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  "
+        f"{row[3]:<{widths[3]}}  {row[4]}"
+        for row in rows
+    ]
+
+
+def _tell_accuracy(facts: Mapping[str, Any]) -> str:
+    """On the test set if there is one, else on what was kept; a loss where there are no classes."""
+    for name in ("test", "retain"):
+        if facts.get(name) is not None:
+            return f"{name} {100 * facts[name]:.1f} %"
+        if facts.get(f"{name}_loss") is not None:
+            return f"{name} loss {facts[f'{name}_loss']:.4g}"
+    return "-"
+
+
+def _tell_status(outcome: Outcome) -> str:
+    if outcome.error is not None:
+        return "failed"
+    return "done before" if outcome.kept else "done"
+
+
+def _list_states(jobs: Iterable[FolderJob]) -> list[dict[str, str]]:
+    return [{"job": j.name, "status": TO_DO[j.state], "directory": str(j.target)} for j in jobs]
+
+
+def _print_states(jobs: list[FolderJob]) -> None:
+    width = max(len(job.name) for job in jobs)
+    for job in jobs:
+        typer.echo(f"{job.name:<{width}}  {TO_DO[job.state]:<13}  {job.target}")
+    typer.echo("All jobs are valid; this was a dry run and wrote nothing.")
+
+
+Kind = Literal["plain", "lora"]
+TEMPLATES = Path(__file__).parent / "templates"
+FILES = ("job.toml", "own.py", "forget.txt")
+
+
+def write_template(folder: str | Path, kind: Kind = "plain") -> list[Path]:
+    """Write job.toml, own.py and forget.txt; refuse if any of them is there already.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     [path.name for path in write_template(folder)]
+    ['job.toml', 'own.py', 'forget.txt']
+    """
+    target = Path(folder)
+    paths = [target / name for name in FILES]
+    taken = [path for path in paths if path.exists()]
+    if taken:
+        raise InputError(f"{taken[0]} exists already; nothing was written, name another folder")
+    texts = [_read(kind, name) for name in FILES]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, texts, strict=True):
+            write_atomic(path, text)
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}") from None
+    return paths
+
+
+def _read(kind: Kind, name: str) -> bytes:
+    """A template; Python is kept as text, so that no tool takes it for a part of the package."""
+    return (TEMPLATES / kind / (f"{name}.txt" if name.endswith(".py") else name)).read_bytes()

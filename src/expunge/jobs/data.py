@@ -1,0 +1,255 @@
+"""The data of a job, parted by identifiers into what is kept, what is forgotten, and a test set."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+
+from expunge.errors import InputError
+from expunge.training.batches import Batches
+
+
+def read_ids(path: str | Path, column: str | None = None) -> list[str]:
+    """Identifiers from a text file, one per line, or from a ``column`` of a CSV or Parquet file.
+
+    Blank lines are skipped and spaces around an identifier dropped. Parquet needs ``pyarrow``.
+    """
+    file = Path(path)
+    try:
+        if file.suffix == ".parquet":
+            found = _read_parquet(file, column)
+        elif column is not None or file.suffix == ".csv":
+            found = _read_csv(file, column)
+        else:
+            found = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"file of identifiers {file} cannot be read: {reason}") from error
+    names = [name for line in found if (name := line.strip())]
+    if not names:
+        raise InputError(f"file of identifiers {file} names no identifier; it must name at least 1")
+    return names
+
+
+def _read_csv(file: Path, column: str | None) -> list[str]:
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        rows = csv.DictReader(text)
+        columns = list(rows.fieldnames or ())
+        if column is None or column not in columns:
+            raise InputError.of(f"column of {file}", column, f"one of {columns}")
+        return [row[column] or "" for row in rows]
+
+
+def _read_parquet(file: Path, column: str | None) -> list[str]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
+    columns: list[str] = parquet.read_schema(file).names
+    if column is None or column not in columns:
+        raise InputError.of(f"column of {file}", column, f"one of {columns}")
+    return [str(name) for name in parquet.read_table(file, columns=[column])[column].to_pylist()]
+
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some samples of a data set by their positions; ``tensors`` if they are in memory as two."""
+
+    dataset: Any
+    positions: tuple[int, ...]
+    ids: tuple[str, ...]
+    tensors: tuple[Tensor, Tensor] | None
+    collate: Collate | None
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def first(self, count: int | None) -> Part:
+        """At most the first ``count`` samples."""
+        if count is None or count >= len(self):
+            return self
+        return choose(self.dataset, self.positions[:count], self.ids[:count], self.collate)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """``retain`` and ``forget`` are disjoint and come from ``train``; ``test`` may be missing."""
+
+    retain: Part
+    forget: Part
+    test: Part | None
+
+
+def part_data(
+    loaded: object,
+    forget: Sequence[str],
+    forgotten: Iterable[str] = (),
+    field: str = "data.load",
+) -> Parts:
+    """Split what a job's ``load()`` returned by the identifiers to forget.
+
+    ``forgotten`` are identifiers of earlier requests: they are left out wherever they still are.
+
+    >>> data = {"train": (torch.eye(4), torch.arange(4)), "ids": ["a", "b", "c", "d"]}
+    >>> parts = part_data(data, ["b"], ["d", "gone"])
+    >>> parts.retain.ids, parts.forget.ids, parts.test
+    (('a', 'c'), ('b',), None)
+    """
+    if not isinstance(loaded, Mapping) or "train" not in loaded:
+        raise InputError(
+            f"{field} returned a {type(loaded).__name__}; it must return a mapping with the key "
+            "'train', and optionally 'ids', 'test' and 'collate'"
+        )
+    data = cast(Mapping[str, Any], loaded)
+    unknown = sorted(set(map(str, data)) - {"train", "ids", "test", "collate"})
+    if unknown:
+        raise InputError(
+            f"{field} returned the key {unknown[0]!r}; it may have train, ids, test and collate"
+        )
+    train, collate = data["train"], data.get("collate")
+    count = _count(train, f"{field}: train")
+    ids = _read_ids(data.get("ids"), train, count, field)
+    wanted = _check_forget(forget, ids)
+    leaving = wanted | set(forgotten)
+    kept = tuple(i for i, name in enumerate(ids) if name not in leaving)
+    gone = tuple(i for i, name in enumerate(ids) if name in wanted)
+    if not kept:
+        raise InputError(
+            f"data.forget names all {len(gone)} samples that are left; at least one must be kept"
+        )
+    test = data.get("test")
+    return Parts(
+        retain=choose(train, kept, tuple(ids[i] for i in kept), collate),
+        forget=choose(train, gone, tuple(ids[i] for i in gone), collate),
+        test=None if test is None else _take_all(test, collate, f"{field}: test"),
+    )
+
+
+def choose(
+    dataset: Any, positions: tuple[int, ...], ids: tuple[str, ...], collate: Collate | None
+) -> Part:
+    """The samples at these positions; gathered at once when the data set is two tensors."""
+    pair = find_tensors(dataset)
+    if pair is not None and len(positions) != len(pair[0]):
+        places = torch.tensor(positions, dtype=torch.int64)
+        x, y = pair
+        pair = x.index_select(0, places.to(x.device)), y.index_select(0, places.to(y.device))
+    return Part(dataset, positions, ids, pair if collate is None else None, collate)
+
+
+def find_tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """(inputs, targets) of a data set that is both in memory; None for any other.
+
+    >>> [len(t) for t in find_tensors(TensorDataset(torch.eye(3), torch.arange(3)))]
+    [3, 3]
+    """
+    match dataset:
+        case TensorDataset():
+            pair: tuple[Any, ...] = dataset.tensors
+        case tuple() | list():
+            pair = tuple(cast(Sequence[Any], dataset))
+        case _:
+            pair = getattr(dataset, "inputs", None), getattr(dataset, "targets", None)
+    if len(pair) != 2 or not all(isinstance(t, Tensor) and t.ndim > 0 for t in pair):
+        return None
+    return cast(tuple[Tensor, Tensor], pair)
+
+
+def make_loader(
+    part: Part, batch_size: int, *, seed: int | None = None, workers: int = 0
+) -> Batches | DataLoader[Any]:
+    """Batches of a part, shuffled anew each pass if ``seed`` is given.
+
+    A last batch of a single sample is left out of shuffled passes: batch normalisation in training
+    mode cannot take it.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    drop = seed is not None and len(part) > batch_size and len(part) % batch_size == 1
+    if part.tensors is not None:
+        x, y = part.tensors
+        return Batches(x, y, batch_size=batch_size, generator=generator, drop_last=drop)
+    return DataLoader(
+        Subset(part.dataset, part.positions),
+        batch_size=batch_size,
+        shuffle=generator is not None,
+        generator=generator,
+        num_workers=workers,
+        collate_fn=part.collate,
+        drop_last=drop,
+    )
+
+
+def _count(dataset: Any, what: str) -> int:
+    """The number of samples; a data set without one cannot be parted by identifiers."""
+    pair = find_tensors(dataset)
+    if pair is not None:
+        if len(pair[0]) != len(pair[1]):
+            raise InputError(
+                f"{what} has {len(pair[0])} inputs and {len(pair[1])} targets; "
+                "there must be as many of both"
+            )
+        return len(pair[0])
+    indexable = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if isinstance(dataset, IterableDataset | Mapping | str) or not indexable:
+        raise InputError(
+            f"{what} is a {type(dataset).__name__}; it must be a data set with a length and "
+            "samples by position, or a pair of tensors"
+        )
+    return len(dataset)
+
+
+def _read_ids(given: Any, train: Any, count: int, field: str) -> list[str]:
+    """One identifier per sample, each its own; positions if there are none."""
+    if given is None:
+        given = getattr(train, "ids", None)
+    if given is None:
+        return [str(i) for i in range(count)]
+    values: list[Any] = given.tolist() if isinstance(given, np.ndarray | Tensor) else list(given)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, str | int | np.integer):
+            raise InputError.of(f"{field}: an identifier in ids", value, "a text or whole number")
+    ids = [str(value) for value in values]
+    if len(ids) != count:
+        raise InputError.of(f"{field}: the number of ids", len(ids), f"{count}, as many as samples")
+    if len(set(ids)) != count:
+        twice = _find_twice(ids)
+        raise InputError(f"{field}: two samples share the identifier {twice!r}; each needs its own")
+    return ids
+
+
+def _check_forget(forget: Sequence[str], ids: list[str]) -> set[str]:
+    wanted, known = set(forget), set(ids)
+    if not wanted:
+        raise InputError("data.forget names no identifier; it must name at least one")
+    if len(wanted) != len(forget):
+        twice = _find_twice(forget)
+        raise InputError(f"data.forget names {twice!r} more than once; each may be named once")
+    unknown = [name for name in forget if name not in known]
+    if unknown:
+        raise InputError(
+            f"data.forget names {len(unknown)} unknown samples, the first is {unknown[0]!r}; each "
+            f"must be one of the {len(ids)} identifiers of the training data, such as {ids[0]!r}"
+        )
+    return wanted
+
+
+def _find_twice(names: Sequence[str]) -> str:
+    seen = set[str]()
+    return next(name for name in names if name in seen or seen.add(name))
+
+
+def _take_all(dataset: Any, collate: Collate | None, what: str) -> Part:
+    positions = tuple(range(_count(dataset, what)))
+    return choose(dataset, positions, tuple(map(str, positions)), collate)

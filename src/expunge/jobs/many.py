@@ -1,0 +1,549 @@
+"""Many runs of one function: in sequence or on Ray, each result on disk the moment it comes.
+
+What is finished is never done twice: a call after a crash, a Ctrl-C or a failure does what is left.
+
+Tasks on Ray: a cluster by its address, or one of our own on this machine while they run.
+
+Only here is Ray imported, and only when it is asked for. A worker that dies is replaced and its
+task tried again; what a task raises is its outcome and is not tried again.
+
+How far many runs have come, on stderr: a bar on a terminal, plain lines elsewhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import math
+import os
+import pickle
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+from expunge.errors import ExpungeError, InputError
+from expunge.files import hold_lock, write_atomic
+
+LOG = logging.getLogger("expunge")
+FORMAT = "expunge-result-1"
+NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9_=,+.-]{0,149}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one item: its ``value``, or the sentence why there is none.
+
+    ``attempts`` counts the workers it took; it is more than 1 only if some of them died.
+    ``kept`` says that it was finished before this call.
+    """
+
+    name: str
+    value: Any = None
+    error: str | None = None
+    attempts: int = 1
+    seconds: float = 0.0
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class Task:
+    """An item on its way: the argument of the function, and what Ray sets aside for it."""
+
+    name: str
+    argument: Any
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Where tasks run on Ray: ``address`` of a cluster, or None for one of our own on this machine.
+
+    At most ``workers`` at once (None: as many as there are CPUs); a task whose worker died is
+    tried ``retries`` times more; ``fresh`` gives each task a process of its own.
+    """
+
+    address: str | None = None
+    workers: int | None = None
+    retries: int = 2
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise InputError.of("workers", self.workers, "a whole number >= 1")
+        if self.retries < 0:
+            raise InputError.of("retries", self.retries, "a whole number >= 0")
+
+
+def run_many(
+    function: Callable[[Any], Any],
+    items: Mapping[str, Any],
+    results: str | Path,
+    *,
+    ray: bool | str = False,
+    workers: int | None = None,
+    retries: int = 2,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+    version: Any = None,
+    progress: bool = False,
+) -> dict[str, Outcome]:
+    """``function(argument)`` for each name and argument of ``items``; what is done is kept.
+
+    Arguments and values are plain data (what JSON can hold). Each value is written to
+    ``results/NAME.json`` in one rename as soon as it comes, and an item that has its file is not
+    run again. A file that cannot be read is made anew; one that was made with another argument or
+    another ``version`` (plain data, whatever else the results depend on) is refused before anything
+    runs. An exception fails its own item only, and nothing is written for it.
+
+    ``ray=True`` runs on this machine's CPUs, an address such as ``"10.0.0.5:6379"`` on a cluster,
+    with ``cpus`` and ``gpus`` for each; an item whose worker died is tried ``retries`` times more.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> found = run_many(abs, {"minus": -2, "text": "no number"}, folder)
+    >>> found["minus"].value, found["text"].error
+    (2, "TypeError: bad operand type for abs(): 'str'")
+    >>> run_many(abs, {"minus": -2}, folder)["minus"].kept
+    True
+    """
+    pool = Pool(ray if isinstance(ray, str) else None, workers, retries) if ray else None
+    folder = Path(results)
+    identities = {name: _identify(name, argument, version) for name, argument in items.items()}
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"results folder {folder} is a file; name a directory")
+    folder.mkdir(parents=True, exist_ok=True)
+    with hold_lock(folder / ".lock", f"another process is writing results to {folder}"):
+        found = _load_all(folder, identities)
+        tasks = [Task(n, a, cpus, gpus) for n, a in items.items() if n not in found]
+        with (
+            Meter(len(items), kept=len(found), shown=progress) as meter,
+            closing(perform(function, tasks, pool)) as outcomes,
+        ):
+            for outcome in outcomes:
+                if outcome.error is None:
+                    _save(folder, identities[outcome.name], outcome)
+                found[outcome.name] = outcome
+                meter.count(done=outcome.error is None, line=describe(outcome))
+    return {name: found[name] for name in items}
+
+
+def perform(
+    function: Callable[[Any], Any], tasks: Sequence[Task], pool: Pool | None
+) -> Generator[Outcome]:
+    """The outcomes as they come: in order without a pool, else as Ray finishes them."""
+    if pool is not None and tasks:
+        # moved
+
+        with closing(perform_on_ray(function, tasks, pool)) as outcomes:
+            yield from outcomes
+        return
+    for task in tasks:
+        value, error, seconds = attempt(function, task.argument)
+        yield Outcome(task.name, value, error, seconds=seconds)
+
+
+def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | None, float]:
+    """Value, error and seconds of one call: what it raises becomes a sentence, and what it returns
+    plain data, the same now as when it is read from its file.
+
+    >>> attempt(len, "abc")[:2], attempt(set, "abc")[1]
+    ((3, None), 'its result is not plain data: Object of type set is not JSON serializable')
+    """
+    started = time.monotonic()
+    value, failure = None, None
+    try:
+        value = function(argument)
+    except ExpungeError as error:
+        failure = str(error)
+    except (Exception, SystemExit) as error:
+        failure = explain(error)
+    try:
+        value = json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        value, failure = None, f"its result is not plain data: {error}"
+    return value, failure, time.monotonic() - started
+
+
+def explain(error: BaseException) -> str:
+    """What was raised and where, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    reason = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}{f': {reason}' if reason else ''}{where}"
+
+
+def describe(outcome: Outcome) -> str | None:
+    """What there is to say about an outcome beside the count; nothing for the usual one."""
+    if outcome.error is not None:
+        return f"{outcome.name} failed: {outcome.error}"
+    if outcome.attempts > 1:
+        return f"{outcome.name} took {outcome.attempts} workers: the others died"
+    return None
+
+
+def _identify(name: str, argument: Any, version: Any) -> dict[str, Any]:
+    """What must be the same for a result to be kept."""
+    if NAME.fullmatch(name) is None:
+        raise InputError.of("name of an item", name, "1 to 150 letters, digits and any of _=,+-.")
+    try:
+        return json.loads(json.dumps({"argument": argument, "version": version}))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"the argument of item {name} must be plain data: {error}") from None
+
+
+def _save(folder: Path, identity: Mapping[str, Any], outcome: Outcome) -> None:
+    facts = {"value": outcome.value, "attempts": outcome.attempts, "seconds": outcome.seconds}
+    made = {"format": FORMAT, "name": outcome.name, **identity, **facts}
+    text = json.dumps(made | {"sha256": _digest(made)}, ensure_ascii=False, indent=1)
+    write_atomic(folder / f"{outcome.name}.json", (text + "\n").encode("utf-8", "surrogatepass"))
+
+
+def _load_all(folder: Path, identities: Mapping[str, dict[str, Any]]) -> dict[str, Outcome]:
+    """The results that are there; one error names all that belong to something else."""
+    found, others = dict[str, Outcome](), list[str]()
+    for name, identity in identities.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        saved = _read(path)
+        if saved is None or saved.get("name") != name:
+            LOG.warning("%s cannot be read as a result; %s is run again", path, name)
+        elif _dump({key: saved.get(key) for key in identity}) != _dump(identity):
+            others.append(path.name)
+        else:
+            facts = (saved["value"], None, saved["attempts"], saved["seconds"])
+            found[name] = Outcome(name, *facts, kept=True)
+    if others:
+        raise InputError(
+            f"{folder} has results of another argument or version: {', '.join(others)}; "
+            "remove them, or name another folder"
+        )
+    return found
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A result file, if it is whole."""
+    try:
+        saved = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(saved, dict):
+        return None
+    made = cast(dict[str, Any], saved)
+    digest = made.pop("sha256", None)
+    return made if made.get("format") == FORMAT and digest == _digest(made) else None
+
+
+def _digest(made: Mapping[str, Any]) -> str:
+    return hashlib.sha256(_dump(made).encode()).hexdigest()
+
+
+def _dump(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, sort_keys=True)
+
+
+INSTALL = "pip install 'expunge[ray]'"
+PORT_SECONDS, ANSWER_SECONDS, GRACE_SECONDS = 3.0, 60.0, 20.0
+OBJECT_STORE_BYTES = 80_000_000
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray's own 15 starves them on a machine that does anything else
+}
+PROBE = (
+    "import sys, ray\n"
+    "try:\n"
+    "    ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
+    "except BaseException as error:\n"
+    "    print(str(error).strip().split('\\n')[0]); sys.exit(1)\n"
+)
+
+
+def perform_on_ray(
+    function: Callable[[Any], Any], tasks: Sequence[Task], pool: Pool
+) -> Generator[Outcome]:
+    """The outcomes as they come. When it is closed early, what runs is asked to stop."""
+    with connected(pool, tasks) as ray:
+        options: dict[str, Any] = {"max_retries": 0} | ({"max_calls": 1} if pool.fresh else {})
+        remote = ray.remote(**options)(unpack_and_attempt)
+        places = [place or str(Path.cwd()) for place in sys.path]
+        waiting = deque((task, 1) for task in tasks)
+        running: dict[Any, tuple[Task, int]] = {}
+        most = len(tasks) if pool.workers is None else pool.workers
+        try:
+            while waiting or running:
+                while waiting and len(running) < most:
+                    task, tries = waiting.popleft()
+                    sized = remote.options(num_cpus=task.cpus, num_gpus=task.gpus, name=task.name)
+                    packed = ray.cloudpickle.dumps((function, task.argument))
+                    running[sized.remote(places, packed)] = task, tries
+                ready, _ = ray.wait(list(running), timeout=1.0)
+                for reference in ready:
+                    task, tries = running.pop(reference)
+                    outcome = _collect(ray, reference, task, tries)
+                    if outcome is None and tries <= pool.retries:
+                        LOG.warning("the worker of %s died; it is tried again", task.name)
+                        waiting.append((task, tries + 1))
+                    else:
+                        yield outcome or _give_up(task, tries)
+        finally:
+            _stop(ray, list(running))
+
+
+def unpack_and_attempt(places: list[str], packed: bytes) -> tuple[Any, str | None, float]:
+    """What a worker runs: it imports from where the caller does, after its own places."""
+    sys.path.extend(place for place in places if place not in sys.path)
+    function, argument = pickle.loads(packed)
+    return attempt(function, argument)
+
+
+@contextmanager
+def connected(pool: Pool, tasks: Sequence[Task]) -> Generator[Any]:
+    """Ray's module, connected; a connection that was there already is used and left alone."""
+    ray = import_ray()
+    if ray.is_initialized():
+        yield ray
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if pool.address is None:
+        options |= {"address": "local", "include_dashboard": False}
+        options |= {"object_store_memory": OBJECT_STORE_BYTES}
+        if pool.workers is not None:
+            options["num_cpus"] = pool.workers * math.ceil(max(task.cpus for task in tasks))
+    else:
+        check_address(pool.address)
+        options["address"] = pool.address
+    try:
+        ray.init(**options)
+    except Exception as error:
+        where = "on this machine" if pool.address is None else f"at {pool.address}"
+        raise InputError(f"Ray {where} cannot be used: {explain(error)}") from None
+    finally:
+        _put_back(handler)
+    try:
+        if pool.address is None:
+            _check_resources(ray, tasks)
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def import_ray() -> Any:
+    """Ray's module, with its usage statistics off."""
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        return importlib.import_module("ray")
+    except ImportError:
+        raise InputError(f"Ray is not installed; install it with {INSTALL}") from None
+
+
+def check_address(address: str) -> None:
+    """Refuse an address that does not answer as Ray, in bounded time.
+
+    Ray itself waits for minutes and may then end the process, so first the port is tried and then
+    a process of its own connects.
+
+    >>> check_address("nowhere")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: Ray address is 'nowhere'; it must be HOST:PORT of the head node, ...
+    """
+    if address != "auto":
+        _try_port(address)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, address],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ANSWER_SECONDS,
+            env=os.environ | QUIET,
+        )
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"Ray address {address} does not answer as Ray within {ANSWER_SECONDS:g} s; it must be "
+            "the address that `ray start --head` prints, of the same version of Ray"
+        ) from None
+    if done.returncode != 0 and "InvalidAuthToken" in done.stderr:
+        raise InputError(
+            f"Ray address {address} refuses us: that cluster asks for its token; set "
+            "RAY_AUTH_MODE=token here, and give Ray the token as its operator says"
+        )
+    if done.returncode != 0:
+        reason = (done.stdout.strip() or done.stderr.strip() or "no reason given").split("\n")[-1]
+        raise InputError(f"Ray address {address} cannot be used: {reason}")
+
+
+def _try_port(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        valid = "HOST:PORT of the head node, ray://HOST:PORT of a Ray Client server, or auto"
+        raise InputError.of("Ray address", address, valid)
+    try:
+        socket.create_connection((host, int(port)), timeout=PORT_SECONDS).close()
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise InputError(f"Ray address {address} does not answer: {reason.lower()}") from None
+
+
+def _check_resources(ray: Any, tasks: Sequence[Task]) -> None:
+    """A task that asks for more than there is would wait for ever."""
+    there = ray.cluster_resources()
+    for task in tasks:
+        for name, asked in (("CPU", task.cpus), ("GPU", task.gpus)):
+            if asked > there.get(name, 0):
+                raise InputError(
+                    f"{task.name} asks for {asked:g} {name} and Ray has {there.get(name, 0):g} here"
+                )
+
+
+def _collect(ray: Any, reference: Any, task: Task, tries: int) -> Outcome | None:
+    """The outcome of a task that has ended; None if its worker died."""
+    errors = ray.exceptions
+    deaths = (
+        errors.WorkerCrashedError,
+        errors.NodeDiedError,
+        errors.OutOfMemoryError,
+        errors.ObjectLostError,
+        errors.RaySystemError,
+    )
+    try:
+        value, failure, seconds = ray.get(reference)
+    except errors.RayTaskError as error:
+        cause: BaseException = getattr(error, "cause", None) or error
+        reason = f"{type(cause).__name__}: {str(cause).strip().split(chr(10))[0]}"
+        return Outcome(task.name, error=f"its worker cannot run it: {reason}", attempts=tries)
+    except deaths:
+        return None
+    except errors.RayError as error:
+        return Outcome(task.name, error=explain(error), attempts=tries)
+    return Outcome(task.name, value, failure, tries, seconds)
+
+
+def _give_up(task: Task, tries: int) -> Outcome:
+    times = "once" if tries == 1 else f"{tries} times"
+    sentence = f"its worker died {times} (killed, out of memory, or its machine is gone)"
+    return Outcome(task.name, error=sentence, attempts=tries)
+
+
+def _stop(ray: Any, running: list[Any]) -> None:
+    """Ask what runs to stop, as Ctrl-C does, and give it time to save; then end it."""
+    if not running:
+        return
+    for reference in running:
+        ray.cancel(reference)
+    _, late = ray.wait(running, num_returns=len(running), timeout=GRACE_SECONDS)
+    for reference in late:
+        ray.cancel(reference, force=True)
+
+
+def _put_back(handler: Any) -> None:
+    """Ray sets a handler of its own for SIGTERM."""
+    if threading.current_thread() is threading.main_thread() and handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
+class Meter:
+    """Counts what is done, failed and left; ``shown=False`` counts in silence.
+
+    >>> meter = Meter(3, kept=1, shown=False)
+    >>> meter.count(done=True)
+    >>> meter.describe(seconds=60.0)
+    '2 of 3 done, 1 left, about 60 s to go'
+    >>> meter.count(done=False)
+    >>> meter.describe(seconds=80.0)
+    '2 of 3 done, 1 failed, 0 left'
+    """
+
+    def __init__(self, total: int, *, kept: int = 0, shown: bool = True) -> None:
+        self.total, self.kept, self.done, self.failed = total, kept, kept, 0
+        self._shown, self._started, self._bar = shown, time.monotonic(), None
+
+    def __enter__(self) -> Self:
+        if self._shown and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
+            text = TextColumn("{task.description}", markup=False)
+            self._bar: Any = Progress(BarColumn(), text, console=Console(stderr=True))
+            self._task = self._bar.add_task("", total=self.total)
+            self._bar.start()
+        self._show()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    @property
+    def left(self) -> int:
+        return self.total - self.done - self.failed
+
+    def count(self, *, done: bool, line: str | None = None) -> None:
+        """One more that is done or failed; ``line`` says which and how."""
+        if done:
+            self.done += 1
+        else:
+            self.failed += 1
+        if line is not None:
+            self.tell(line)
+        self._show()
+
+    def tell(self, line: str) -> None:
+        """A line of its own, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+        elif self._shown:
+            print(line, file=sys.stderr, flush=True)
+
+    def describe(self, seconds: float) -> str:
+        """The counts ``seconds`` after the start, and the time left if the rest is like it."""
+        failed = f", {self.failed} failed" if self.failed else ""
+        found = f"{self.done} of {self.total} done{failed}, {self.left} left"
+        ran = self.done + self.failed - self.kept
+        if ran == 0 or self.left == 0:
+            return found
+        return f"{found}, about {describe_seconds(seconds / ran * self.left)} to go"
+
+    def _show(self) -> None:
+        text = self.describe(time.monotonic() - self._started)
+        if self._bar is not None:
+            ended = self.done + self.failed
+            self._bar.update(self._task, completed=ended, description=text, refresh=True)
+        elif self._shown:
+            print(text, file=sys.stderr, flush=True)
+
+
+def describe_seconds(seconds: float) -> str:
+    """A length of time as people say it.
+
+    >>> [describe_seconds(s) for s in (0.2, 59, 61, 7000, 200_000)]
+    ['1 s', '59 s', '2 min', '2 h', '3 days']
+    """
+    for unit, length, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
+        if seconds <= most * length:
+            return f"{max(math.ceil(seconds / length), 1)} {unit}"
+    return f"{math.ceil(seconds / 86400)} days"

@@ -1,0 +1,454 @@
+"""A job run from start to end: measure, unlearn, fine-tune, certify, write.
+
+The output directory appears in one rename when all of it is there. Until then the run lives in a
+hidden folder beside it, from which it can be resumed.
+
+What was measured during a job, as ``metrics.json`` has it (:mod:`expunge.reports.metrics`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expunge.certificates.certificate import Certificate, certify
+from expunge.certificates.record import Run, RunRecord
+from expunge.errors import ExpungeError, UnlearningError
+from expunge.jobs.data import make_loader
+from expunge.jobs.directory import check_output, hash_job
+from expunge.jobs.jobfile import JobFile
+from expunge.jobs.loading import explain, importing_from
+from expunge.jobs.prepare import Prepared, digest_ids, prepare
+from expunge.jobs.ranks import (
+    CHECKPOINTS,
+    describe_launch,
+    find_finished,
+    join_job,
+    settle_restart,
+    shard_model,
+    share_workspace,
+    together,
+    write_together,
+)
+from expunge.jobs.tables import FinetuneTable, Job
+from expunge.jobs.tracking import Tracker
+from expunge.noisy.noise import Noise, SeededNoise, SystemNoise
+from expunge.noisy.run import Start, unlearn
+from expunge.processes.agreement import check_start
+from expunge.processes.group import Processes
+from expunge.processes.stopping import Stopper, catch_signals
+from expunge.recipes import method_name, to_dict
+from expunge.reports.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE, RETRAINING
+from expunge.training.evaluation import Measurement, measure
+from expunge.training.train import MakeOptimizer, fine_tune
+
+LOG = logging.getLogger("expunge")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A complete run directory, its certificate and what was measured."""
+
+    directory: Path
+    certificate: Certificate
+    metrics: dict[str, Any]
+
+
+def run_job(
+    path: str | Path,
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = False,
+) -> Finished:
+    """Run the job of a file; a :class:`expunge.processes.stopping.Stopped` run can be resumed.
+
+    >>> run_job("/nowhere/job.toml")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
+    """
+    with join_job(path) as (made, processes):
+        target = made.locate(made.job.output.dir) if out is None else Path(out)
+        known = find_finished(target, processes)
+        if known is not None:
+            return Finished(target, Certificate.load(target / "certificate.json"), known)
+        resume = settle_restart(target, resume, processes)
+        leads = processes is None or processes.leads
+        with importing_from(made.folder), catch_signals() as stopper:
+            with together(processes):
+                if leads:
+                    check_output(target, resume)
+                ready = prepare(made)
+                if leads:
+                    check_output(target, resume, ready.needed_bytes)
+            identity = _identify(made, ready)
+            if processes is not None:
+                check_start(processes, identity)
+            with share_workspace(target, resume, identity, processes) as work:
+                running = _Running(made, ready, work, stopper, progress, processes)
+                return running.finish(target)
+
+
+class _Running:
+    """One run on its way: what the steps below share."""
+
+    def __init__(
+        self,
+        made: JobFile,
+        ready: Prepared,
+        work: Path,
+        stopper: Stopper,
+        progress: bool,
+        processes: Processes | None = None,
+    ) -> None:
+        self.processes = processes
+        leads = processes is None or processes.leads
+        self.made, self.job, self.ready, self.work = made, made.job, ready, work
+        self.stopper, self.progress = stopper, progress
+        self.identity = hash_job(made)
+        self.recipe = ready.settled.recipe
+        self.seed = 0 if self.job.method.seed is None else self.job.method.seed
+        self.started = time.monotonic()
+        board = self.job.output.tensorboard
+        self.tracker = Tracker(
+            work / "metrics.jsonl" if leads else Path(os.devnull),
+            callback=ready.callback if leads else None,
+            tensorboard=None if board is None or not leads else made.locate(board),
+        )
+        if processes is not None and self.job.processes.shard:
+            shard_model(ready.model, processes)
+        self.stages: list[dict[str, Any]] = []
+        self.losses: list[float] = []
+
+    def finish(self, target: Path) -> Finished:
+        """All of it; the directory appears at the end or not at all."""
+        with self.tracker:
+            try:
+                run = self._run_all()
+            except (ExpungeError, OSError):
+                raise
+            except Exception as error:
+                raise explain("the run failed in the model or its data", error) from error
+            self._check_finite(run)
+            certificate = self._certify(run)
+            facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
+            self.tracker.tell("end", **facts, releasable=certificate.releasable)
+        metrics = summarise(
+            self.job,
+            run.record,
+            certificate,
+            stages=self.stages,
+            losses=self.losses,
+            counts=(len(self.ready.parts.retain), len(self.ready.parts.forget)),
+            seconds=time.monotonic() - self.started,
+        )
+        metrics["job"] = self.identity
+        if self.processes is not None:
+            metrics["launch"] = describe_launch()
+        write_together(
+            target,
+            self.processes,
+            run.model,
+            record=run.record,
+            certificate=certificate,
+            metrics=metrics,
+        )
+        if self.processes is not None and not self.processes.leads:
+            return Finished(target, certificate, metrics)
+        try:
+            shutil.copyfile(self.work / "metrics.jsonl", target / "metrics.jsonl")
+        except OSError as error:
+            LOG.warning("the run is complete, but metrics.jsonl could not be kept: %s", error)
+        return Finished(target, certificate, metrics)
+
+    def _run_all(self) -> Run:
+        retain, forget = self.ready.parts.retain, self.ready.parts.forget
+        LOG.info(
+            "%s on %d parameters: %d samples kept, %d forgotten",
+            method_name(self.recipe), self.ready.parameters, len(retain), len(forget),
+        )  # fmt: skip
+        self.tracker.tell("start", recipe=to_dict(self.recipe), retain=len(retain))
+        self._measure(BEFORE, self.ready.model)
+        run = self._unlearn("model")
+        self.tracker.draw_trace(run.record.trace)
+        self._measure(AFTER_NOISE, run.model)
+        if self.job.finetune is not None:
+            run = self._tune(run, self.job.finetune)
+            self._measure(AFTER_TUNING, run.model)
+        if self.job.evaluation.control:
+            LOG.info("the control: the same from the centre, which never saw the old model")
+            control = self._unlearn("centre")
+            self._measure(AFTER_NOISE, control.model, CENTRE)
+            if self.job.finetune is not None:
+                control = self._tune(control, self.job.finetune)
+                self._measure(AFTER_TUNING, control.model, CENTRE)
+        return run
+
+    def _unlearn(self, start: Start) -> Run:
+        """The noisy steps. Only those from the old model are worth a checkpoint and patience."""
+        real, steps = start == "model", getattr(self.recipe, "steps", 1)
+        parent = self.ready.parent
+
+        def on_step(done: int, model: nn.Module) -> None:
+            if real and (done == steps or self.tracker.is_due("step")):
+                self.tracker.tell("step", step=done, steps=steps)
+            self.stopper.check()
+
+        self.stopper.patient = real
+        try:
+            run = unlearn(
+                self.ready.model,
+                make_loader(
+                    self.ready.parts.retain,
+                    self.job.method.batch_size,
+                    seed=self.seed,
+                    workers=self.job.data.workers,
+                ),
+                self.recipe,
+                loss_fn=self.ready.loss_fn,
+                centre=self.ready.centre,
+                noise=self._make_noise(),
+                start=start,
+                buffers=self.job.model.buffers,
+                public_buffers=self.job.model.public_buffers,
+                forget_ids=self.ready.parts.forget.ids,
+                retain_ids=self.ready.parts.retain.ids,
+                releases=self.job.target.releases,
+                parent=None if parent is None else parent.sha256,
+                progress=self.progress,
+                on_step=on_step,
+                checkpoint=self.work / CHECKPOINTS[self.processes is not None] if real else None,
+                checkpoint_seconds=self.job.output.checkpoint_seconds,
+                resume=real,
+                distributed=False if self.processes is None else self.processes,
+            )
+        finally:
+            self.stopper.patient = False
+        self.stopper.check()
+        return run
+
+    def _tune(self, run: Run, table: FinetuneTable) -> Run:
+        real = run.record.start == "model"
+        losses: list[Tensor] = []
+        loader = make_loader(
+            self.ready.parts.retain,
+            table.batch_size,
+            seed=self.seed + 1,
+            workers=self.job.data.workers,
+        )
+
+        def watch(output: Any, target: Any) -> Tensor:
+            loss = self.ready.loss_fn(output, target)
+            if torch.is_grad_enabled():
+                losses.append(loss.detach())
+                if real and self.tracker.is_due("fine-tuning"):
+                    self.tracker.tell("fine-tuning", step=len(losses), loss=float(loss.detach()))
+            return loss
+
+        tune = fine_tune
+        if self.processes is not None:
+            from expunge.training.train import fine_tune_together
+
+            tune = functools.partial(fine_tune_together, processes=self.processes)
+        tuned = tune(
+            run,
+            loader,
+            ids=self.ready.parts.retain.ids,
+            forget_ids=self.ready.parts.forget.ids,
+            epochs=table.epochs,
+            learning_rate=table.learning_rate,
+            weight_decay=table.weight_decay,
+            momentum=table.momentum,
+            schedule=table.schedule,
+            optimizer=_make_optimizer(table),
+            loss_fn=watch,
+            seed=self.seed,
+            progress=self.progress,
+        )
+        if real:
+            self.losses = [float(loss) for loss in losses]
+        return tuned
+
+    def _make_noise(self) -> Noise:
+        seed = self.job.method.seed
+        return SystemNoise() if seed is None else SeededNoise(seed)
+
+    def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
+        """One row of the table of accuracies, and of losses beside it."""
+        parts, table = self.ready.parts, self.job.evaluation
+        sets = {"retain": parts.retain, "forget": parts.forget, "test": parts.test}
+        row: dict[str, Any] = {"stage": stage} | ({} if arm is None else {"arm": arm})
+        shown: list[str] = []
+        for name, part in sets.items():
+            if part is not None and len(part) > 0 and name in table.sets:
+                loader = make_loader(
+                    part.first(table.most), table.batch_size, workers=self.job.data.workers
+                )
+                found = self._measure_all(model, loader)
+                row |= {name: found.accuracy, f"{name}_loss": found.loss}
+                shown.append(f"{name} {_show(found)}")
+        LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
+        self.stages.append(row)
+        self.tracker.tell("evaluation", **row)
+
+    def _measure_all(self, model: nn.Module, loader: Iterable[Any]) -> Measurement:
+        if self.processes is None:
+            return measure(model, loader, self.ready.loss_fn)
+        from expunge.training.evaluation import measure_together
+
+        return measure_together(model, loader, self.ready.loss_fn, self.processes)
+
+    def _check_finite(self, run: Run) -> None:
+        """A model that fine-tuning drove to infinity is certified, and of no use."""
+        held: list[Any] = [p.detach() for p in run.model.parameters()]
+        held = [p.to_local() if hasattr(p, "to_local") else p for p in held]
+        if not all(bool(torch.isfinite(p).all()) for p in held):
+            LOG.warning("the new model holds values that are not finite; lower the learning rates")
+
+    def _certify(self, run: Run) -> Certificate:
+        """The certificate; of several processes, rank 0 makes it and all are told."""
+        if self.processes is None:
+            return self._make_certificate(run)
+        made: Certificate | None = None
+        with self.processes.together():
+            if self.processes.leads:
+                made = self._make_certificate(run)
+        told = self.processes.share(None if made is None else made.to_bytes())
+        assert told is not None
+        return Certificate.from_bytes(told)
+
+    def _make_certificate(self, run: Run) -> Certificate:
+        target = self.job.target
+        certificate = certify(
+            run.record,
+            delta=target.delta,
+            compared_to=target.compared_to,
+            parent=self.ready.parent,
+        )
+        if not certificate.epsilon <= target.epsilon:
+            raise UnlearningError(
+                f"the run certifies epsilon = {certificate.epsilon}, above its target "
+                f"{target.epsilon}; nothing is written"
+            )
+        if self.job.output.sign is not None:
+            certificate = certificate.sign(self.made.locate(self.job.output.sign))
+        return certificate
+
+
+def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
+    """What must not change between a run and its resumption."""
+    return {
+        "recipe": to_dict(ready.settled.recipe),
+        "batch_size": made.job.method.batch_size,
+        "seed": made.job.method.seed,
+        "forget set": digest_ids(ready.parts.forget.ids),
+        "retained set": digest_ids(ready.parts.retain.ids),
+    }
+
+
+def _make_optimizer(table: FinetuneTable) -> MakeOptimizer | None:
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    kind = kinds.get(table.optimizer)
+    if kind is None:
+        return None
+
+    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return kind(parameters, lr=table.learning_rate, weight_decay=table.weight_decay)
+
+    return make
+
+
+def _show(found: Measurement) -> str:
+    if found.accuracy is None:
+        return f"loss {found.loss:.4g}"
+    return f"{100 * found.accuracy:.1f} %"
+
+
+SETS = ("retain", "forget", "test")
+MOST_POINTS = 200
+
+
+def summarise(
+    job: Job,
+    record: RunRecord,
+    certificate: Certificate,
+    *,
+    stages: Sequence[dict[str, Any]],
+    losses: Sequence[float],
+    counts: tuple[int, int],
+    seconds: float,
+) -> dict[str, Any]:
+    """``stages`` as measured, without an arm for the run itself; ``counts``: kept and forgotten."""
+    method, (kept, forgotten) = certificate.recipe.method, counts
+    noisy = record.gradient_evaluations
+    tuned = 0 if record.finetune is None else record.finetune.gradient_evaluations
+    epochs = None if job.finetune is None else job.finetune.epochs
+    arms = [
+        {
+            "arm": method,
+            "epsilon": certificate.epsilon,
+            "delta": certificate.delta,
+            "gradient_evaluations": noisy + tuned,
+            **_find_last(stages, None),
+        }
+    ]
+    if job.evaluation.control:
+        facts = {"epsilon": 0.0, "delta": 0.0, "gradient_evaluations": noisy + tuned}
+        arms.append({"arm": CENTRE, **facts, **_find_last(stages, CENTRE)})
+    if job.evaluation.retraining_epochs is not None:
+        again = round(job.evaluation.retraining_epochs * kept)
+        facts = {"epsilon": 0.0, "delta": 0.0, "gradient_evaluations": again}
+        arms.append({"arm": RETRAINING, **facts})
+    return {
+        "title": job.output.title,
+        "task": f"{job.model.build} on {job.data.load}",
+        "stages": [{"arm": method, **row} for row in stages],
+        "curves": draw_losses(losses, epochs or 0.0),
+        "arms": arms if len(arms) > 1 else [],
+        "cost": {
+            "seconds": round(seconds, 3),
+            "samples kept": kept,
+            "samples forgotten": forgotten,
+            "gradient evaluations, noisy steps": noisy,
+            "gradient evaluations, fine-tuning": tuned,
+        },
+    }
+
+
+def draw_losses(losses: Sequence[float], epochs: float) -> list[dict[str, Any]]:
+    """The loss of fine-tuning by epoch, as at most 200 means of neighbouring steps.
+
+    >>> draw_losses([3.0, 1.0], 1.0)[0]["x"], draw_losses([3.0] * 400, 1.0)[0]["x"][-1]
+    ([0.5, 1.0], 1.0)
+    """
+    if not losses:
+        return []
+    width = -(-len(losses) // MOST_POINTS)
+    groups = [losses[i : i + width] for i in range(0, len(losses), width)]
+    ends = [min((i + 1) * width, len(losses)) for i in range(len(groups))]
+    return [
+        {
+            "name": "fine-tuning",
+            "x": [end / len(losses) * epochs for end in ends],
+            "y": [sum(group) / len(group) for group in groups],
+            "x_label": "epoch",
+            "y_label": "training loss",
+        }
+    ]
+
+
+def _find_last(stages: Sequence[dict[str, Any]], arm: str | None) -> dict[str, Any]:
+    """The accuracies of an arm's last stage."""
+    last = [row for row in stages if row.get("arm") == arm][-1]
+    return {name: last.get(name) for name in SETS}

@@ -1,0 +1,161 @@
+"""Torch tensors as the bytes that are hashed and saved: the bridge from modules to hashing.py.
+
+The weights of a sharded model, hashed and saved without anybody holding all of them.
+
+One tensor at a time goes to one process, row by row as the ranks hold it: the leaf of the hash tree
+is computed, or the file written, from the parts as they arrive. The memory this takes is one part.
+For hashing, as many tensors as there are processes are on their way at once, each to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from expunge.certificates.hashing import (
+    Described,
+    combine_leaves,
+    hash_leaf,
+    hash_tensors,
+    plan_files,
+    write_files,
+    write_safetensors,
+)
+from expunge.errors import UnlearningError
+from expunge.processes.group import Processes
+
+_NAMES: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
+    torch.int32: "I32", torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32",
+    torch.uint64: "U64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32",
+    torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def hash_weights(tensors: Mapping[str, Tensor]) -> str:
+    """The hash of a state_dict: the same one that ``verify`` computes from the saved file.
+
+    >>> a, b = torch.zeros(2), torch.ones(3)
+    >>> hash_weights({"a": a, "b": b}) == hash_weights({"b": b, "a": a})
+    True
+    """
+    return hash_tensors(
+        (name, dtype, shape, data) for name, (dtype, shape, data) in _encode(tensors)
+    )
+
+
+def save_weights(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write a state_dict as a safetensors file, atomically; tied tensors under each name."""
+    write_safetensors(path, dict(_encode(tensors)), metadata)
+
+
+def name_dtype(name: str, tensor: Tensor) -> str:
+    """The safetensors name of a tensor's dtype; a tensor that has none is refused by name.
+
+    >>> name_dtype("w", torch.zeros(2))
+    'F32'
+    """
+    if tensor.dtype not in _NAMES or tensor.layout is not torch.strided:
+        raise UnlearningError(
+            f"tensor {name} is {tensor.dtype}, {tensor.layout}; "
+            "only dense tensors of a dtype that safetensors holds can be hashed and saved"
+        )
+    return _NAMES[tensor.dtype]
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in order."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _encode(
+    tensors: Mapping[str, Tensor],
+) -> Iterator[tuple[str, tuple[str, tuple[int, ...], memoryview]]]:
+    for name, tensor in tensors.items():
+        dtype = name_dtype(name, tensor)
+        yield name, (dtype, tuple(tensor.shape), view_bytes(tensor))
+
+
+def hash_together(tensors: Mapping[str, Tensor], processes: Processes) -> str:
+    """``hash_weights`` of a state_dict whose tensors may be sharded; every process must call it."""
+    items, leaves = list(tensors.items()), list[bytes]()
+    for first in range(0, len(items), processes.size):
+        window = items[first : first + processes.size]
+        posted: list[Callable[[], None]] = []
+        for owner, (_, tensor) in enumerate(window):
+            posted += _post(tensor, owner, processes)
+        if processes.rank < len(window):
+            name, tensor = window[processes.rank]
+            data = receive_parts(tensor, processes)
+            leaves.append(hash_leaf(name, name_dtype(name, tensor), tuple(tensor.shape), data))
+        for wait in posted:
+            wait()
+    return combine_leaves([leaf for told in processes.gather(leaves) for leaf in told])
+
+
+def save_together(
+    folder: Path | None,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    processes: Processes,
+) -> None:
+    """Rank 0 writes the files and their index into ``folder``; the others hand it their rows."""
+    described = [
+        Described(name, name_dtype(name, tensor), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+    files = plan_files(described, processes.size)
+    if processes.leads:
+        assert folder is not None
+        write_files(folder, files, lambda d: receive_parts(tensors[d.name], processes), metadata)
+        return
+    for tensor in (tensors[described.name] for file in files for described in file):
+        for wait in _post(tensor, 0, processes):
+            wait()
+
+
+def receive_parts(tensor: Tensor, processes: Processes) -> Iterator[memoryview]:
+    """The bytes of a whole tensor on the process that the others post their parts of it to."""
+    if not isinstance(tensor, DTensor):
+        yield view_bytes(tensor)
+        return
+    own = tensor.to_local()
+    for rank in range(processes.size):
+        start, stop = locate_rows(tensor.shape[0], rank, processes.size)
+        if rank == processes.rank:
+            yield view_bytes(own)
+        elif stop > start:
+            part = torch.empty(
+                (stop - start, *tensor.shape[1:]), dtype=own.dtype, device=own.device
+            )
+            processes.receive(part, rank)
+            yield view_bytes(part)
+
+
+def _post(tensor: Tensor, owner: int, processes: Processes) -> list[Callable[[], None]]:
+    if owner == processes.rank or not isinstance(tensor, DTensor):
+        return []
+    own = tensor.to_local().detach().contiguous()
+    return [processes.post(own, owner)] if own.numel() > 0 else []
+
+
+def to_local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor; all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def locate_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
+    """[start, stop) of a rank's rows: equal parts, the last ones shorter or empty.
+
+    >>> [locate_rows(5, rank, 4) for rank in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    each = -(-rows // size)
+    return min(rank * each, rows), min((rank + 1) * each, rows)

@@ -1,0 +1,260 @@
+"""The tables of a report as plain rows: what a template prints, and nothing it has to compute."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.record import Trace
+from expunge.errors import InputError
+from expunge.reports.metrics import CENTRE, OLD, RETRAINING, STAGES, Arm, Metrics, Stage
+
+MOST_ROWS = 200
+_MEANINGS = {
+    "start_clip": ("C0", "the start is scaled down to this distance from the centre"),
+    "grad_clip": ("C1", "every minibatch gradient is scaled down to this norm"),
+    "model_clip": ("C2", "the model is scaled down to this distance before every noise"),
+    "learning_rate": ("γ", "step size of the noisy steps"),
+    "weight_decay": ("λ", "pull towards the centre in every noisy step"),
+    "steps": ("T", "number of noisy steps"),
+    "noise_std": ("σ", "noise added to every parameter in every noisy step"),
+    "start_noise_std": ("σ0", "noise added to the start"),
+    "train_steps": ("T", "full-batch steps of the training"),
+    "gradient_bound": ("G", "bound on the gradient of every example's loss"),
+    "smoothness": ("L", "how fast the gradient of an example's loss may change"),
+    "strong_convexity": ("m", "weight of the quadratic term"),
+    "examples": ("n", "examples in the training"),
+    "group_size": ("k", "examples to forget"),
+    "convex": ("", "whether the loss of every example is convex"),
+}
+
+
+class Row(NamedTuple):
+    """One line of a table of facts."""
+
+    name: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class TraceTable:
+    """The trace in numbers: (quantity, first, lowest, median, highest, last), then what to see."""
+
+    columns: tuple[tuple[str, ...], ...]
+    facts: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class ArmsTable:
+    """Arms with their cost in units of retraining, and which control was not measured at all."""
+
+    rows: tuple[tuple[Arm, str], ...]
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AuditTable:
+    """The audit's verdict in one sentence, whether it contradicts, and every figure."""
+
+    verdict: str
+    contradicts: bool
+    rows: tuple[Row, ...]
+
+
+def format_exact(value: object) -> str:
+    """A value as the certificate's JSON has it, so that it can be compared digit by digit.
+
+    >>> format_exact(1e-5), format_exact(None), format_exact((0.1, 0.3, 0.2)), format_exact("inf")
+    ('1e-05', 'none', '0.1 to 0.3 (3 values)', '∞ (no clip)')
+    """
+    match value:
+        case None:
+            return "none"
+        case "inf":
+            return "∞ (no clip)"
+        case bool():
+            return "yes" if value else "no"
+        case tuple() | list():
+            numbers = cast(Sequence[float], value)
+            return f"{min(numbers)!r} to {max(numbers)!r} ({len(numbers)} values)"
+        case float() | int():
+            return repr(value)
+        case _:
+            return str(value)
+
+
+def format_percent(value: float | None) -> str:
+    """A fraction with one decimal; a dash where nothing was measured.
+
+    >>> format_percent(0.8734), format_percent(None)
+    ('87.3 %', '–')
+    """
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def format_odds(chance: float) -> str:
+    """A small probability as "1 in N", never smaller than it is.
+
+    >>> format_odds(1e-5), format_odds(0.3), format_odds(3e-11)
+    ('1 in 100,000', '1 in 3', '1 in 33,333,333,333')
+    """
+    return f"1 in {math.floor(1 / chance * (1 + 1e-12)):,}"
+
+
+def describe_items(items: Mapping[str, object]) -> list[Row]:
+    """A flat mapping as rows, with words for names.
+
+    >>> describe_items({"retraining_seconds": 41.0})
+    [Row(name='retraining seconds', value='41.0', note='')]
+    """
+    return [Row(name.replace("_", " "), format_exact(value)) for name, value in items.items()]
+
+
+def describe_recipe(certificate: Certificate) -> list[Row]:
+    """Every parameter by its name, with its letter and what it does."""
+    rows: list[Row] = []
+    for name, value in certificate.recipe.model_dump().items():
+        if name != "method":
+            letter, meaning = _MEANINGS.get(name, ("", ""))
+            shown = "not used" if value is None else format_exact(value)
+            rows.append(Row(f"{name} ({letter})" if letter else name, shown, meaning))
+    return rows
+
+
+def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
+    """Norms over the steps, and the realised noise in units of what its σ predicts.
+
+    ‖ξ‖/σ has mean about √(d - 1/2) and standard deviation about 1/√2.
+    """
+    if len(trace) == 0:
+        return None
+    columns = {
+        "gradient norm before clipping": trace.gradient_norm,
+        "clip factor": trace.clip_factor,
+        "model norm before noise": trace.model_norm,
+        "noise norm": trace.noise_norm,
+        "learning rate": trace.learning_rate,
+        "noise per parameter": trace.noise_std,
+    }
+    root = math.sqrt(certificate.parameters - 0.5)
+    ratios = [n / (s * root) for n, s in zip(trace.noise_norm, trace.noise_std, strict=True) if s]
+    clipped = sum(factor < 1 for factor in trace.clip_factor)
+    facts = [
+        Row("Steps in which a gradient was clipped", f"{clipped} of {len(trace)}"),
+        Row(
+            "Gradients that were not finite",
+            str(sum(trace.nonfinite)),
+            "they count as zero, which keeps the guarantee",
+        ),
+    ]
+    if ratios:
+        spread = 1 / (math.sqrt(2 * len(ratios)) * root)
+        facts.append(
+            Row(
+                "Realised noise in units of the expected norm",
+                f"{statistics.fmean(ratios):.6f}",
+                f"expected 1 ± {spread:.2g} (one standard deviation)",
+            )
+        )
+    return TraceTable(
+        tuple((name, *_summarise(values)) for name, values in columns.items()), tuple(facts)
+    )
+
+
+def order_stages(rows: Sequence[Stage], own: str) -> list[Stage]:
+    """The old model, the certified run, then arm by arm, each from before to after.
+
+    >>> names = [("after noise", "b"), ("after noise", None), ("before", None)]
+    >>> rows = [Stage(stage=stage, arm=arm) for stage, arm in names]
+    >>> [(row.arm, row.stage) for row in order_stages(rows, "a")]
+    [(None, 'before'), (None, 'after noise'), ('b', 'after noise')]
+    """
+    names = [OLD, None, own, *(row.arm for row in rows)]
+    stages = [*STAGES, *(row.stage for row in rows)]
+    return sorted(rows, key=lambda row: (names.index(row.arm), stages.index(row.stage)))
+
+
+def describe_arms(metrics: Metrics) -> ArmsTable:
+    """Cost relative to the retraining arm, where there is one."""
+    arms = metrics.arms
+    base = next((a.gradient_evaluations for a in arms if a.arm == RETRAINING), None)
+    names = {row.arm for row in (*arms, *metrics.stages)}
+    rows = tuple(
+        (arm, f"{arm.gradient_evaluations / base:.3g} ×")
+        if base and arm.gradient_evaluations is not None
+        else (arm, "–")
+        for arm in arms
+    )
+    return ArmsTable(rows, tuple(name for name in (RETRAINING, CENTRE) if name not in names))
+
+
+def describe_audit(audit: Mapping[str, Any], certificate: Certificate) -> AuditTable:
+    """Whether the audit's lower bound leaves the certificate standing, and all of its figures."""
+    lower, confidence, claimed, delta = (
+        _read_number(audit, key)
+        for key in ("epsilon_lower", "confidence", "epsilon_certified", "delta")
+    )
+    rows = tuple(_flatten("", audit))
+    told = audit.get("contradicts") is True
+    # A bound at a larger δ is one at the certified δ too; a bound at a smaller δ is none.
+    comparable = delta is None or delta >= certificate.delta
+    exceeds = lower is not None and comparable and lower > certificate.epsilon
+    sure = "" if confidence is None else f" with confidence {confidence:g}"
+    if told and not exceeds:
+        verdict = f"The audit contradicts the certificate: {audit.get('verdict') or 'see below'}"
+    elif lower is None:
+        verdict = "The audit states no lower bound on epsilon."
+    elif exceeds:
+        verdict = (
+            f"The audit contradicts the certificate: epsilon is at least {lower:.6g}{sure}, but "
+            f"{certificate.epsilon:.6g} is certified. Do not rely on this certificate."
+        )
+    else:
+        verdict = (
+            f"The audit does not contradict the certificate: it finds epsilon to be at least "
+            f"{lower:.6g}{sure}, and {certificate.epsilon:.6g} is certified. An attack that finds "
+            "less proves nothing more; the theorem does."
+        )
+    if claimed is not None and not math.isclose(claimed, certificate.epsilon, rel_tol=1e-6):
+        verdict += f" The audit was made for another claim: epsilon = {claimed:.6g}."
+    return AuditTable(verdict, told or exceeds, rows)
+
+
+def _summarise(values: Sequence[float]) -> tuple[str, ...]:
+    chosen = values[0], min(values), statistics.median(values), max(values), values[-1]
+    return tuple(f"{value:.6g}" for value in chosen)
+
+
+def _read_number(audit: Mapping[str, Any], key: str) -> float | None:
+    value = audit.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise InputError.of(f"audit.{key}", value, "a finite number")
+    return float(value)
+
+
+def _flatten(prefix: str, value: object, room: int = MOST_ROWS) -> Iterable[Row]:
+    """Nested figures as ``outer.inner`` rows; long lists by their length only."""
+    match value:
+        case Mapping():
+            left = room
+            for key, item in cast(Mapping[str, object], value).items():
+                for row in _flatten(f"{prefix}.{key}" if prefix else key, item, left):
+                    yield row
+                    left -= 1
+                if left <= 0:
+                    yield Row(prefix or "…", "more figures are in audit.json")
+                    return
+        case list() | tuple():
+            items = cast(Sequence[object], value)
+            short = len(items) <= 8 and not any(isinstance(i, Mapping | list) for i in items)
+            shown = ", ".join(map(format_exact, items)) if short else f"{len(items)} values"
+            yield Row(prefix, shown)
+        case _:
+            yield Row(prefix, format_exact(value))

@@ -1,0 +1,158 @@
+"""How well a model does on any loader: mean loss, and accuracy where targets are classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from expunge.errors import InputError
+from expunge.processes.group import Processes, reshard
+from expunge.training.batches import Batches, count_examples, move_batch
+from expunge.training.losses import LossFunction, compute_loss
+from expunge.training.randomness import untouched_random
+from expunge.training.shares import Shares
+
+EVALUATED = 2**20
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy and mean loss over ``count`` examples."""
+
+    accuracy: float
+    loss: float
+    count: int
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    batch_size: int | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    loss_fn: LossFunction = cross_entropy,
+) -> Evaluation:
+    """Accuracy and mean loss of a classifier in eval mode; the module's own mode is put back.
+
+    Batches hold about a million numbers unless told: activations of larger ones leave the cache.
+
+    >>> evaluate(nn.Identity(), torch.eye(3), torch.tensor([0, 1, 0])).accuracy
+    0.6666666666666666
+    """
+    device = next((p.device for p in model.parameters()), inputs.device)
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    if batch_size is None:
+        batch_size = min(max(EVALUATED // max(inputs[:1].numel(), 1), 64), 4096)
+    correct, total = 0, 0.0
+    try:
+        for x, y in Batches(inputs, targets, batch_size=batch_size, prepare=prepare):
+            output, y = cast(Tensor, model(x.to(device))), y.to(device)
+            correct += int((output.argmax(-1) == y).sum())
+            total += float(loss_fn(output, y)) * len(y)
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    count = len(inputs)
+    if count == 0:
+        raise InputError.of("number of inputs", 0, "at least 1")
+    return Evaluation(correct / count, total / count, count)
+
+
+def measure_together(
+    model: nn.Module, loader: Iterable[Any], loss_fn: LossFunction, processes: Processes
+) -> Measurement:
+    """``measure`` by all processes; every one returns the measurement of all data."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seen: list[tuple[Any, Any]] = []
+
+    def watch(output: Any, target: Any) -> Tensor:
+        seen.append((output, target))
+        return loss_fn(output, target)
+
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    total = right = count = 0.0
+    known = True
+    try:
+        with torch.no_grad(), untouched_random(), processes.listening("measuring"):
+            for share in Shares(loader, processes, even=False):
+                loss = compute_loss(model, move_batch(share.batch, device), watch)
+                hits = count_hits(*seen.pop())
+                if share.count > 0:
+                    known = known and hits is not None
+                    total, count = total + share.count * float(loss), count + share.count
+                    right += hits or 0
+    finally:
+        reshard(model)
+        for module, flag in flags.items():
+            module.training = flag
+    total, right, count, unknown = processes.sum([total, right, count, not known])
+    if count == 0:
+        raise InputError("there is nothing to measure on; the data set is empty")
+    return Measurement(total / count, None if unknown else right / count, int(count))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Over ``count`` examples; ``accuracy`` is None where targets are not one class each."""
+
+    loss: float
+    accuracy: float | None
+    count: int
+
+
+def measure(model: nn.Module, loader: Iterable[Any], loss_fn: LossFunction) -> Measurement:
+    """Loss and accuracy in eval mode; the module's mode and the random state are put back.
+
+    >>> batches = [(torch.eye(3), torch.tensor([0, 1, 0]))]
+    >>> measure(nn.Identity(), batches, cross_entropy).accuracy
+    0.6666666666666666
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seen: list[tuple[Any, Any]] = []
+
+    def watch(output: Any, target: Any) -> Tensor:
+        seen.append((output, target))
+        return loss_fn(output, target)
+
+    flags = {module: module.training for module in model.modules()}
+    model.eval()
+    total, right, count = 0.0, 0, 0
+    try:
+        with torch.no_grad(), untouched_random():
+            for batch in loader:
+                n = count_examples(batch)
+                total += n * float(compute_loss(model, move_batch(batch, device), watch))
+                hits = count_hits(*seen.pop())
+                right, count = (-1 if hits is None or right < 0 else right + hits), count + n
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    if count == 0:
+        raise InputError("there is nothing to measure on; the data set is empty")
+    return Measurement(total / count, None if right < 0 else right / count, count)
+
+
+def count_hits(output: Any, target: Any) -> int | None:
+    """How many classes are right; None if this is not a classification of one class each.
+
+    >>> count_hits(torch.eye(2), torch.tensor([0, 0])), count_hits(torch.eye(2), torch.eye(2))
+    (1, None)
+    """
+    if isinstance(target, Mapping):
+        output = getattr(output, "logits", None)
+        target = cast(Mapping[str, Any], target).get("labels")
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return None
+    whole = not target.is_floating_point() and target.dtype is not torch.bool
+    if not whole or target.ndim != 1 or output.ndim != 2 or len(output) != len(target):
+        return None
+    return int((output.argmax(-1) == target).sum())
