@@ -21,7 +21,7 @@ check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothi
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 	$(BIN)/mkdocs build --quiet --strict
-	$(BIN)/python -m pytest -q -n 0 tests/test_surface.py
+	$(BIN)/python -m pytest -q -n 0 tests/whole/test_surface.py
 
 bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json
 	$(BIN)/python -m benchmarks.run

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from expunge.cli.main import app
 from expunge.recipes import METHODS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 ACCOUNTANTS = ("gaussian", "iteration", "theorems", "group", "calibration", "planning", "paper")
 DOCUMENTS = [ROOT / "docs" / name for name in ("errata.md", "notation.md", "theory.md")]
 

@@ -15,7 +15,7 @@ from expunge.jobs.directory import FILES
 from expunge.reports.metrics import parse_metrics
 from job_folder import make_environment, run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 WORK = ".run.unfinished"
 
 

@@ -17,7 +17,7 @@ import paper
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, guarantee
 from expunge.accounting import gaussian
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 DELTA = 1e-5
 ROWS = {
     "gradient_clipping_mnist": 10,

@@ -11,7 +11,7 @@ import pytest
 
 from expunge import VerificationError, verify
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_table_noise(tmp_path: Path) -> None:

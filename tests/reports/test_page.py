@@ -126,7 +126,7 @@ def test_same_input_same_bytes_in_any_process() -> None:
     hashes = {
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True,
-            cwd=Path(__file__).parents[1], env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[1] / "helpers", env=os.environ | {"PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip

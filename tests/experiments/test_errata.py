@@ -4,7 +4,7 @@ One test per erratum. The left number is reproduced from the paper's formula or 
 the published code does; the right one is ours or elementary. ``-s`` prints them as the rows that
 docs/errata.md must hold:
 
-    .venv/bin/python -m pytest tests/test_errata.py -k e1 -s
+    .venv/bin/python -m pytest tests/experiments/test_errata.py -k e1 -s
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from expunge.errors import DomainError
 from expunge.recipes import GroupDPSGD
 
 DELTA = 1e-5
-DOCUMENT = Path(__file__).parent.parent / "docs" / "errata.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errata.md"
 
 
 def show(what: str, printed: object, true: object) -> None:

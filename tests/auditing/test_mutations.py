@@ -1,6 +1,6 @@
 """Defects injected into the engine one at a time: each must be caught, and the docs say by what.
 
-``python tests/test_mutations.py`` writes the table of docs/audit.md anew.
+``python tests/auditing/test_mutations.py`` writes the table of docs/audit.md anew.
 """
 
 from pathlib import Path
@@ -12,8 +12,8 @@ from defects import AUDITED, DEFECTS, Caught, audit_engine, check_engine, inject
 from expunge.auditing.mechanism import audit_mechanism
 
 torch.set_num_threads(1)
-DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"
-BEGIN, END = "<!-- written by tests/test_mutations.py -->", "<!-- end -->"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "audit.md"
+BEGIN, END = "<!-- written by tests/auditing/test_mutations.py -->", "<!-- end -->"
 
 
 def write_row(name: str, caught: Caught) -> str:

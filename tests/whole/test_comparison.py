@@ -9,7 +9,7 @@ import pytest
 
 from expunge import guarantee
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def load(name):

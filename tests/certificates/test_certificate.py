@@ -333,6 +333,6 @@ def test_a_real_record_file_is_all_a_later_certificate_needs(tmp_path) -> None:
 
 
 def test_every_field_is_documented() -> None:
-    text = (Path(__file__).parents[1] / "docs" / "certificate_format.md").read_text("utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "certificate_format.md").read_text("utf-8")
     for name in (*CertificateWire.model_fields, *FinitePrecisionWire.model_fields):
         assert f"`{name}`" in text, name

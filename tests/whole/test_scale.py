@@ -12,7 +12,7 @@ from benchmarks.scale import (
     write_tables,
 )
 
-PAGE = Path(__file__).parent.parent / "docs" / "scale.md"
+PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 COSTS = Costs(noise=10.0, update=25.0, hash=0.5)
 
 

@@ -15,7 +15,7 @@ from expunge.accounting import gaussian
 from expunge.accounting.guarantee import log_delta
 from expunge.accounting.theorems import iterate, mix
 
-GOLDEN = json.loads((Path(__file__).parent / "data" / "golden.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())
 
 
 def close_above(ours: float, exact: str, relative: float = 1e-9) -> bool:

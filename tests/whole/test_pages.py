@@ -11,7 +11,7 @@ import torch
 from expunge.jobs.tables import TABLES, PlanTable
 from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_commands
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RUN = [DOCS / "tutorial.md", DOCS / "job_file.md", *sorted((DOCS / "howto").glob("*.md"))]
 
