@@ -5,15 +5,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TESTS ?=
 
-.PHONY: demo test check bench paper clean
+.PHONY: demo test test-slow check bench paper clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships with a dependency
 	@rm -rf runs/demo
 	$(BIN)/expunge demo --out runs/demo
 
-test: $(VENV)/.development  ## all tests and doctests, warnings as errors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(TESTS)
+test: $(VENV)/.development  ## every core path and doctest, warnings as errors
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TESTS)
+
+test-slow: $(VENV)/.development  ## real compilers, clusters, browsers, killed processes, real data
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow $(TESTS)
 
 check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothing heavy at import
 	$(BIN)/ruff format --check .
@@ -26,7 +29,7 @@ check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothi
 bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json
 	$(BIN)/python -m benchmarks.run
 
-paper: $(VENV)/.experiments  ## every table and figure of the paper; finished runs are not run again
+paper: $(VENV)/.development  ## every table and figure of the paper; finished runs are not run again
 	$(BIN)/python experiments/train_reference.py --task mnist
 	$(BIN)/python experiments/train_reference.py --task cifar10
 	@for script in experiments/table_*.py experiments/figure_*.py experiments/search.py; do \
@@ -40,11 +43,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "expunge needs Python 3.11 or newer; set PYTHON=…")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) -e .
-	@touch $@
-
-$(VENV)/.experiments: $(VENV)/.development
-	$(PIP) -e '.[experiments]'
+	$(PIP) -e '.[torch]'
 	@touch $@
 
 $(VENV)/.development: $(VENV)/.runtime

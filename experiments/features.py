@@ -12,8 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
-import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,6 @@ from expunge.processes.weights import hash_weights, save_weights
 from expunge.progress import show_progress
 from expunge.tasks.networks import ResNet18
 from expunge.tasks.samples import Samples, Task, normalise
-from expunge.training.compiled import find_compiler
 
 # torchvision's ImageNet-1k weights (version 1), repacked as safetensors by the timm project.
 RESNET18_URL = (
@@ -114,20 +112,18 @@ def extract(
     device: torch.device | str = "cpu",
     cache: bool = True,
     folder: str | Path | None = None,
-    compile: bool = False,
 ) -> Samples:
     """The same samples with float32 features as inputs, from the cache if they are in it.
 
     The cache is ``folder``, else ``features`` in the data folder. A cached file that is damaged is
-    computed again. ``compile`` has torch compile the backbone with its weights as constants: a
-    minute or so before the first batch, then twice as fast; features differ in the last digits.
+    computed again.
     """
     if batch_size < 1:
         raise InputError.of("batch_size", batch_size, "an integer >= 1")
     path = cache_path(samples, backbone, folder) if cache else None
     found = _read_cached(path, len(samples)) if path else None
     if found is None:
-        found = _compute(samples, backbone, batch_size, device, compile)
+        found = _compute(samples, backbone, batch_size, device)
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             content = {"features": found}
@@ -143,7 +139,6 @@ def extract_task(
     device: torch.device | str = "cpu",
     cache: bool = True,
     folder: str | Path | None = None,
-    compile: bool = False,
 ) -> Task:
     """The task with features as inputs; they need no further normalisation (mean 0, std 1)."""
 
@@ -155,7 +150,6 @@ def extract_task(
             device=device,
             cache=cache,
             folder=folder,
-            compile=compile,
         )
 
     return Task(
@@ -247,26 +241,14 @@ def _compute(
     backbone: Backbone,
     batch_size: int,
     device: torch.device | str,
-    compile: bool = False,
 ) -> Tensor:
     backbone.module.to(device)
     parts: list[Tensor] = []
     starts = range(0, len(samples), batch_size)
-    with warnings.catch_warnings():
-        if compile:  # torch warns about its own older parts while it compiles
-            warnings.simplefilter("ignore", DeprecationWarning)
-        fast = replace(backbone, module=_compile(backbone.module)) if compile else backbone
-        for start in show_progress(starts, len(samples), f"{backbone.name} features"):
-            batch = samples.inputs[start : start + batch_size]
-            whole = len(batch) == batch_size
-            parts.append((fast if whole else backbone)(batch.to(device)).float().cpu())
+    for start in show_progress(starts, len(samples), f"{backbone.name} features"):
+        batch = samples.inputs[start : start + batch_size]
+        parts.append(backbone(batch.to(device)).float().cpu())
     return torch.cat(parts)
-
-
-def _compile(module: nn.Module) -> nn.Module:
-    if find_compiler() is None:
-        raise InputError.of("compile", True, "False: there is no C++ compiler on this machine")
-    return cast(nn.Module, torch.compile(module, dynamic=False, options={"freezing": True}))
 
 
 def _read_cached(path: Path, count: int) -> Tensor | None:

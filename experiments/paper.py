@@ -80,7 +80,7 @@ def theorem_2_steps(recipe: ModelClipping, *, epsilon: float, delta: float) -> i
         T ≥ (log(1/δ) + log θ_ε(2 C0/σ0)) / log(1/θ_ε(2 C2/σ))
 
     Sound for every ε > 0; the first θ is 1 without initial noise. The strong recursion, which the
-    paper's tables use, needs about a third of the steps (``expunge.accounting.theorems.mix``). The recipe's
+    paper's tables use, needs about a third of the steps (``accounting.theorems.mix``). The recipe's
     own ``steps`` is not used.
 
     >>> recipe = ModelClipping(model_clip=0.5, learning_rate=1e-3, weight_decay=10.0,

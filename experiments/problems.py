@@ -81,7 +81,7 @@ def load_problem(name: str, root: Path | None = None) -> Problem:
             task = cifar.load(name.removeprefix("transfer_"), root, validation=0)
             backbone = features.load_efficientnet_lite0(size=FEATURE_SIZE)
             extracted = [
-                _project(features.extract(part, backbone, batch_size=125, compile=True))
+                _project(features.extract(part, backbone, batch_size=125))
                 for part in (task.train, task.test)
             ]
             head = functools.partial(networks.head_net, 512, len(task.classes))

@@ -1,4 +1,4 @@
-"""Retraining from a start that saw nothing, and output perturbation by two calibrations."""
+"""Retraining from a start that saw nothing."""
 
 import copy
 import math
@@ -7,17 +7,14 @@ import pytest
 import torch
 from scipy import stats
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from engine import equal, flatten, make_batches, make_mlp
-from expunge import DomainError, Retraining, SeededNoise, certify, guarantee, retrain, verify
-from expunge.baselines.retraining import GaussianInitialisation, calibrate_output
+from expunge import Retraining, certify, retrain, verify
+from expunge.baselines.retraining import GaussianInitialisation
 from expunge.errors import InputError, UnlearningError
-from expunge.noisy.run import unlearn
 from expunge.processes.weights import hash_weights, save_weights
 from expunge.tasks import networks
 from expunge.training.batches import Batches
-from expunge.training.evaluation import evaluate
 from expunge.training.randomness import capture_random
 from expunge.training.train import train
 
@@ -232,53 +229,3 @@ def test_the_old_model_is_no_initialisation():
         go(model, initialise=lambda: model)
     with pytest.raises(InputError, match="std is -1"):
         GaussianInitialisation(-1)
-
-
-# --- output perturbation
-
-
-@pytest.mark.parametrize("compared_to", ["retrained", "centre"])
-def test_both_calibrations_meet_the_target_and_the_exact_one_is_tight(compared_to):
-    found = {}
-    for kind in ("exact", "classical"):
-        recipe = calibrate_output(
-            0.3, epsilon=0.7, delta=1e-6, calibration=kind, compared_to=compared_to
-        )
-        found[kind] = recipe.noise_std
-        assert guarantee(recipe, delta=1e-6, compared_to=compared_to).epsilon <= 0.7
-    assert found["classical"] > 1.2 * found["exact"]
-    exact = calibrate_output(0.3, epsilon=0.7, delta=1e-6, compared_to=compared_to)
-    tight = guarantee(exact, delta=1e-6, compared_to=compared_to).epsilon
-    assert tight == pytest.approx(0.7, rel=1e-9)
-
-
-def test_the_published_ratio_of_the_two():
-    """THEORY section 5: 4.8448 D against 3.7306 D at (1, 1e-5)."""
-    exact, classical = (
-        calibrate_output(0.5, epsilon=1.0, delta=1e-5, calibration=kind).noise_std
-        for kind in ("exact", "classical")
-    )
-    assert exact == pytest.approx(3.7306, abs=1e-4)
-    assert classical == pytest.approx(4.8448, abs=1e-4)
-
-
-def test_classical_calibration_is_refused_above_one():
-    with pytest.raises(DomainError, match="at most 1 for the classical formula"):
-        calibrate_output(0.3, epsilon=1.5, delta=1e-6, calibration="classical")
-    calibrate_output(0.3, epsilon=1.5, delta=1e-6)
-
-
-def test_calibrated_output_perturbation_runs():
-    recipe = calibrate_output(0.3, epsilon=1.0, delta=1e-5, calibration="classical")
-    run = unlearn(make_mlp(), make_batches(), recipe, noise=SeededNoise(0))
-    assert certify(run.record, delta=1e-5).epsilon <= 1.0
-    assert evaluate(run.model, *make_batches(1)[0]).count == 8
-    assert cross_entropy(run.model(make_batches(1)[0][0]), make_batches(1)[0][1]) > 0
-
-
-@pytest.mark.parametrize("change", [{"calibration": "wrong"}, {"compared_to": "old"}])
-def test_bad_calibrations_are_refused(change):
-    with pytest.raises(InputError):
-        calibrate_output(
-            0.3, **({"epsilon": 0.5, "delta": 1e-5, "calibration": "classical"} | change)
-        )

@@ -20,7 +20,6 @@ import paper
 from expunge import GradientClipping, ModelClipping, guarantee
 from expunge.accounting import gaussian
 from expunge.accounting.dpsgd import group_log_delta, log_group_factor
-from expunge.errors import DomainError
 from expunge.recipes import GroupDPSGD
 
 DELTA = 1e-5
@@ -37,7 +36,7 @@ def show(what: str, printed: object, true: object) -> None:
 def test_e1_the_tables_convert_without_the_order() -> None:
     """σ from D_q/q = ε: labelled (1, 1e-5), certified (6.573, 1e-5)."""
     recipe = GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.0)
-    with pytest.raises(DomainError, match=r"certifies delta = 0\.2862"):
+    with pytest.raises(paper.DomainError, match=r"certifies delta = 0\.2862"):
         paper.tables_noise_std(recipe, epsilon=1.0, delta=DELTA)
     sigma = paper.tables_noise_std(recipe, epsilon=1.0, delta=DELTA, enforce_domain=False)
     claimed = paper.tables_epsilon(renyi_epsilon=1.0, delta=DELTA, enforce_domain=False)
@@ -72,12 +71,12 @@ def test_e2_theorem_1_fails_inside_its_printed_range() -> None:
     assert math.log(1 / DELTA) < 23.03 < 3 * math.log(1 / DELTA)
     show("δ of Theorem 1 at ε = 23.03", "1e-05", f"{true_delta(23.03):.3e}")
     assert f"{true_delta(23.03):.1e}" == "1.4e-03"
-    with pytest.raises(DomainError, match=r"Theorem 1 is not sound at epsilon = 23\.03"):
+    with pytest.raises(paper.DomainError, match=r"Theorem 1 is not sound at epsilon = 23\.03"):
         paper.theorem_1_noise_std(recipe, epsilon=23.03, delta=DELTA)
     show("largest ε at δ = 1e-5", f"{3 * math.log(1e5):.3f}", "10.984")
     assert true_delta(10.984) <= DELTA < true_delta(10.985)
     assert paper.theorem_1_noise_std(recipe, epsilon=10.984, delta=DELTA) > 0
-    with pytest.raises(DomainError, match="not sound"):
+    with pytest.raises(paper.DomainError, match="not sound"):
         paper.theorem_1_noise_std(recipe, epsilon=10.985, delta=DELTA)
 
 
@@ -94,7 +93,7 @@ def test_e3_theorem_2_multiplies_too_much_by_the_logarithm() -> None:
     assert (f"{printed:.3f}", f"{correct:.3f}") == ("4.768", "9.781")
     assert f"{true_delta(printed):.1e}" == "1.9e-03"
     assert true_delta(correct) <= DELTA
-    with pytest.raises(DomainError, match="Theorem 2's closed form is not sound"):
+    with pytest.raises(paper.DomainError, match="Theorem 2's closed form is not sound"):
         paper.theorem_2_noise_std(recipe, epsilon=1.0, delta=DELTA)
     # From two steps on the printed noise is enough, thanks to the strong recursion alone: by the
     # weak one, on which the proof rests, two steps leave far more than δ.
@@ -130,7 +129,7 @@ def test_e4_products_of_the_general_theorem_have_the_wrong_indices() -> None:
     assert ours.mu == pytest.approx(exact, rel=1e-11)
     assert ours.mu is not None
     assert ours.mu >= exact
-    with pytest.raises(DomainError, match="must be constant for the printed products"):
+    with pytest.raises(paper.DomainError, match="must be constant for the printed products"):
         paper.renyi_divergence(recipe, order=2.0, products="printed")
     constant = GradientClipping(1.0, 0.5, 0.1, lam, 5, sigma)
     assert renyi_mu(constant, products="printed") == pytest.approx(

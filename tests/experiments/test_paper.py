@@ -11,10 +11,19 @@ from dp_accounting import rdp
 from mpmath import mp
 
 import paper
-from expunge import GradientClipping, ModelClipping, OutputPerturbation, guarantee
+from engine import make_batches, make_mlp
+from expunge import (
+    GradientClipping,
+    ModelClipping,
+    OutputPerturbation,
+    SeededNoise,
+    certify,
+    guarantee,
+    unlearn,
+)
 from expunge.accounting import gaussian
 from expunge.accounting.dpsgd import group_log_delta, log_group_factor
-from expunge.errors import DomainError, InputError
+from expunge.errors import InputError
 from expunge.recipes import GroupDPSGD, NoisyDescent, Retraining, RewindToDelete
 
 DELTAS = (1e-12, 1e-5, 0.01, 0.5)
@@ -40,7 +49,7 @@ def test_theorem_1_without_decay_is_refused_exactly_where_it_is_false(delta: flo
             sigma = paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=delta)
             assert theta(epsilon, 6.0 / sigma) <= delta
         else:
-            with pytest.raises(DomainError, match="not sound"):
+            with pytest.raises(paper.DomainError, match="not sound"):
                 paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=delta)
     assert outcomes == ({True} if delta == 0.5 else {True, False})
 
@@ -61,15 +70,17 @@ def test_theorem_1_refuses_what_it_does_not_cover() -> None:
     def noise(recipe: GradientClipping, epsilon: float = 1.0) -> float:
         return paper.theorem_1_noise_std(recipe, epsilon=epsilon, delta=1e-5)
 
-    with pytest.raises(DomainError, match=r"below 3 log\(1/delta\) = 34\.5388"):
+    with pytest.raises(paper.DomainError, match=r"below 3 log\(1/delta\) = 34\.5388"):
         noise(GradientClipping(1.0, 0.0, 0.1, 0.0, 1, 0.0), epsilon=35.0)
-    with pytest.raises(DomainError, match=r"learning_rate \* weight_decay is 0\.1; .* above 1/2"):
+    with pytest.raises(
+        paper.DomainError, match=r"learning_rate \* weight_decay is 0\.1; .* above 1/2"
+    ):
         noise(GradientClipping(1.0, 1.0, 0.1, 1.0, 1, 0.0))
-    with pytest.raises(DomainError, match="learning_rate is a schedule"):
+    with pytest.raises(paper.DomainError, match="learning_rate is a schedule"):
         noise(GradientClipping(1.0, 1.0, (0.1, 0.2), 0.0, 2, 0.0))
-    with pytest.raises(DomainError, match="neither start_noise_std nor model_clip"):
+    with pytest.raises(paper.DomainError, match="neither start_noise_std nor model_clip"):
         noise(GradientClipping(1.0, 1.0, 0.1, 0.0, 1, 0.0, start_noise_std=1.0))
-    with pytest.raises(DomainError, match="neither start_noise_std nor model_clip"):
+    with pytest.raises(paper.DomainError, match="neither start_noise_std nor model_clip"):
         noise(GradientClipping(1.0, 1.0, 0.1, 0.0, 1, 0.0, model_clip=1.0))
 
 
@@ -99,11 +110,11 @@ def test_theorem_2_corrected_is_sound_by_its_own_weak_recursion(delta: float) ->
 
 def test_theorem_2_closed_form_refuses_what_it_does_not_cover() -> None:
     recipe = ModelClipping(1.0, 0.1, 0.0, 0.0, 1, 1.0, 20.0)
-    with pytest.raises(DomainError, match=r"epsilon is 1\.5; it must be at most 1"):
+    with pytest.raises(paper.DomainError, match=r"epsilon is 1\.5; it must be at most 1"):
         paper.theorem_2_noise_std(recipe, epsilon=1.5, delta=1e-5)
-    with pytest.raises(DomainError, match=r"start_noise_std is 20\.0; .* negative"):
+    with pytest.raises(paper.DomainError, match=r"start_noise_std is 20\.0; .* negative"):
         paper.theorem_2_noise_std(recipe, epsilon=1.0, delta=1e-5, algebra="corrected")
-    with pytest.raises(DomainError, match=r"noise_std is 0\.0"):
+    with pytest.raises(paper.DomainError, match=r"noise_std is 0\.0"):
         paper.theorem_2_steps(recipe, epsilon=1.0, delta=1e-5)
     with pytest.raises(InputError, match="algebra is 'new'"):
         paper.theorem_2_noise_std(recipe, epsilon=1.0, delta=1e-5, algebra="new")  # pyright: ignore[reportArgumentType]
@@ -118,7 +129,7 @@ def test_classical_noise_is_sound_and_never_less_than_exact(epsilon: float, delt
 
 
 def test_classical_noise_is_refused_beyond_epsilon_1_where_it_becomes_false() -> None:
-    with pytest.raises(DomainError, match=r"epsilon is 10\.0; it must be at most 1"):
+    with pytest.raises(paper.DomainError, match=r"epsilon is 10\.0; it must be at most 1"):
         paper.classical_noise_std(distance=1.0, epsilon=10.0, delta=1e-5)
     sigma = paper.classical_noise_std(distance=1.0, epsilon=10.0, delta=1e-5, enforce_domain=False)
     assert guarantee(OutputPerturbation(0.5, sigma), epsilon=10.0).delta > 2e-5
@@ -129,7 +140,7 @@ def test_group_lemma_is_never_below_the_sharp_factor() -> None:
         group_epsilon, group_delta = paper.group_privacy(epsilon=epsilon, delta=1e-9, group_size=k)
         assert group_epsilon == pytest.approx(k * epsilon)
         assert group_delta >= 1e-9 * math.exp(log_group_factor(k * epsilon, k))
-    with pytest.raises(DomainError, match="must be below 1"):
+    with pytest.raises(paper.DomainError, match="must be below 1"):
         paper.group_privacy(epsilon=1.0, delta=1e-5, group_size=100)
     printed = paper.group_privacy(epsilon=1.0, delta=1e-5, group_size=100, enforce_domain=False)
     assert printed == pytest.approx((100.0, 100 * math.exp(100) * 1e-5))
@@ -148,7 +159,7 @@ def test_group_noise_errs_to_more_noise_than_its_own_lemma_needs() -> None:
             distance=2.0, epsilon=one, delta=1e-5 / (k * math.exp(epsilon))
         )
         assert sigma >= by_lemma * (1 - 1e-12)
-    with pytest.raises(DomainError, match="at most group_size = 2"):
+    with pytest.raises(paper.DomainError, match="at most group_size = 2"):
         paper.group_noise_std(clip=1.0, group_size=2, epsilon=3.0, delta=1e-5)
 
 
@@ -166,10 +177,10 @@ def test_sound_renyi_conversion_lies_above_the_exact_value(mu: float, delta: flo
 def test_rules_of_the_tables_are_sound_only_for_a_huge_delta() -> None:
     recipe = GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.0)
     assert paper.tables_noise_std(recipe, epsilon=1.0, delta=0.287) == pytest.approx(0.02827, 1e-4)
-    with pytest.raises(DomainError, match=r"certifies delta = 0\.2862"):
+    with pytest.raises(paper.DomainError, match=r"certifies delta = 0\.2862"):
         paper.tables_noise_std(recipe, epsilon=1.0, delta=0.286)
     assert paper.tables_epsilon(renyi_epsilon=1.0, delta=0.5) >= 0
-    with pytest.raises(DomainError, match="conversion of the paper's tables is not sound"):
+    with pytest.raises(paper.DomainError, match="conversion of the paper's tables is not sound"):
         paper.tables_epsilon(renyi_epsilon=1.0, delta=1e-5)
 
 
@@ -283,3 +294,49 @@ def test_dp_sgd_on_full_batches_is_the_gaussian_mechanism(
     epsilon = float(gaussian.epsilon(mu, delta))
     certified = math.exp(group_log_delta(GroupDPSGD(1.0, sigma, 1.0, steps, 1), epsilon))
     assert theta(epsilon, mu) <= certified <= 12 * delta
+
+
+@pytest.mark.parametrize("compared_to", ["retrained", "centre"])
+def test_both_calibrations_meet_the_target_and_the_exact_one_is_tight(compared_to):
+    found = {}
+    for kind in ("exact", "classical"):
+        recipe = paper.calibrate_output(
+            0.3, epsilon=0.7, delta=1e-6, calibration=kind, compared_to=compared_to
+        )
+        found[kind] = recipe.noise_std
+        assert guarantee(recipe, delta=1e-6, compared_to=compared_to).epsilon <= 0.7
+    assert found["classical"] > 1.2 * found["exact"]
+    exact = paper.calibrate_output(0.3, epsilon=0.7, delta=1e-6, compared_to=compared_to)
+    tight = guarantee(exact, delta=1e-6, compared_to=compared_to).epsilon
+    assert tight == pytest.approx(0.7, rel=1e-9)
+
+
+def test_the_published_ratio_of_the_two():
+    """THEORY section 5: 4.8448 D against 3.7306 D at (1, 1e-5)."""
+    exact, classical = (
+        paper.calibrate_output(0.5, epsilon=1.0, delta=1e-5, calibration=kind).noise_std
+        for kind in ("exact", "classical")
+    )
+    assert exact == pytest.approx(3.7306, abs=1e-4)
+    assert classical == pytest.approx(4.8448, abs=1e-4)
+
+
+def test_classical_calibration_is_refused_above_one():
+    with pytest.raises(paper.DomainError, match="at most 1 for the classical formula"):
+        paper.calibrate_output(0.3, epsilon=1.5, delta=1e-6, calibration="classical")
+    paper.calibrate_output(0.3, epsilon=1.5, delta=1e-6)
+
+
+def test_calibrated_output_perturbation_runs():
+    recipe = paper.calibrate_output(0.3, epsilon=1.0, delta=1e-5, calibration="classical")
+    run = unlearn(make_mlp(), make_batches(), recipe, noise=SeededNoise(0))
+    assert certify(run.record, delta=1e-5).epsilon <= 1.0
+    assert run.model(make_batches(1)[0][0]).isfinite().all()
+
+
+@pytest.mark.parametrize("change", [{"calibration": "wrong"}, {"compared_to": "old"}])
+def test_bad_calibrations_are_refused(change):
+    with pytest.raises(InputError):
+        paper.calibrate_output(
+            0.3, **({"epsilon": 0.5, "delta": 1e-5, "calibration": "classical"} | change)
+        )
