@@ -46,7 +46,8 @@ def join_job(path: str | Path) -> Generator[tuple[JobFile, Processes | None]]:
     timeout, every = TIMEOUT_SECONDS, CHECK_EVERY
     if made is not None:
         timeout, every = made.job.processes.timeout_seconds, made.job.processes.check_every
-    with joined(timeout, every) as processes:
+    with joined(timeout, every) as found:
+        processes = None if found.alone else found
         with together(processes):
             if error is not None:
                 raise error

@@ -39,7 +39,7 @@ from expunge.noisy.model import (
     select_tensors,
 )
 from expunge.noisy.noise import Noise, SystemNoise
-from expunge.processes.group import Processes, find_processes, is_sharded
+from expunge.processes.group import CHECK_EVERY, Processes, find_processes, is_sharded
 from expunge.processes.weights import hash_weights
 from expunge.recipes import Execution
 from expunge.training.batches import move_batch
@@ -116,7 +116,8 @@ def unlearn(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists() and not resume:
         raise InputError(f"checkpoint {path} exists already; pass resume=True or another path")
-    processes = find_processes(distributed, check_every)
+    found = find_processes(distributed, CHECK_EVERY if check_every is None else check_every)
+    processes = None if found.alone else found
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         subject = copy_subject(
             model, centre, buffers=buffers, public_buffers=public_buffers, device=device

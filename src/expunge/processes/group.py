@@ -1,9 +1,10 @@
 """The processes that work on one run: what they tell each other, and how they stop together.
 
-One model, several processes started by ``torchrun``. Every process holds the model, or its shard of
-it, and takes its share of every batch. What crosses between them is a handful of operations: sums,
-one broadcast of the noise key, plain data by value. All of them go through :class:`Processes`,
-which turns a process that died or hung into one sentence.
+One model, one process, or several started by ``torchrun``. Every process holds the model, or its
+shard of it, and takes its share of every batch. What crosses between them is a handful of
+operations: sums, one broadcast of the noise key, plain data by value. All of them go through
+:class:`Processes`, which turns a process that died or hung into one sentence. For a run of one
+process they are identities, and ``torch.distributed`` is not touched.
 
 Numbers that steer the run are sums over all processes, and every process sees the same bits: they
 clip by the same factor, stop at the same step, and save at the same step.
@@ -23,23 +24,37 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from expunge.errors import ExpungeError, InputError, UnlearningError
+from expunge.errors import (
+    CertificateError,
+    ExpungeError,
+    InputError,
+    RunError,
+    UnlearningError,
+    VerificationError,
+)
 
 CHECK_EVERY = 50
 TIMEOUT_SECONDS = 600.0
 BUCKET = 1 << 23
 
 T = TypeVar("T")
+_KINDS = (InputError, UnlearningError, RunError, CertificateError, VerificationError)
 
 
 class Processes:
-    """This process among those of the run: ``rank`` of ``size``.
+    """This process among those of the run: ``rank`` of ``size``; ``Processes()`` is one alone.
 
     ``check_every`` is how many steps lie between two checks that all of them agree. ``sent`` counts
     the bytes of tensors handed to the sums of gradients, ``checks`` the checks that were held.
+
+    >>> one = Processes()
+    >>> one.leads, one.sum([1.0, 2.0]), one.gather("a"), one.share("b")
+    (True, [1.0, 2.0], ['a'], 'b')
     """
 
-    def __init__(self, rank: int, size: int, check_every: int, control: Any = None) -> None:
+    def __init__(
+        self, rank: int = 0, size: int = 1, check_every: int = CHECK_EVERY, control: Any = None
+    ) -> None:
         self.rank, self.size, self.check_every = rank, size, check_every
         self.sent = self.checks = 0
         self._control = control
@@ -49,24 +64,33 @@ class Processes:
         """Whether this is the process that writes and prints."""
         return self.rank == 0
 
-    def describe(self, layout: str) -> dict[str, Any]:
-        """What the record keeps."""
+    @property
+    def alone(self) -> bool:
+        """Whether this is a run of one process."""
+        return self.size == 1
+
+    def describe(self, layout: str) -> dict[str, Any] | None:
+        """What the record keeps; nothing of a run of one process."""
+        if self.alone:
+            return None
         facts = {"count": self.size, "layout": layout, "backend": dist.get_backend()}
         return facts | {"check_every": self.check_every, "checks": self.checks}
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """The sums over all processes, in float64, the same bits everywhere."""
-        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.SUM)
+        return self._reduce(values, "SUM")
 
     def find_largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each over all processes."""
-        return self._reduce(torch.tensor(values, dtype=torch.float64), dist.ReduceOp.MAX)
+        return self._reduce(values, "MAX")
 
     def add_up(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Each tensor summed over all processes, in float32 or wider, in buckets.
 
         The averages of a run come from here: every process scales by its share first.
         """
+        if self.alone:
+            return list(tensors)
         found: list[Tensor] = []
         for bucket in _fill_buckets(tensors):
             kind = torch.float64 if bucket[0].dtype is torch.float64 else torch.float32
@@ -80,6 +104,8 @@ class Processes:
 
     def gather(self, value: T) -> list[T]:
         """Plain data of every process, by rank, on every process."""
+        if self.alone:
+            return [value]
         found: list[Any] = [None] * self.size
         with self.listening("comparing notes"):
             dist.all_gather_object(found, value, group=self._control)
@@ -87,6 +113,8 @@ class Processes:
 
     def share(self, value: T) -> T:
         """The plain data of rank 0, on every process."""
+        if self.alone:
+            return value
         held: list[Any] = [value if self.leads else None]
         with self.listening("waiting for rank 0"):
             dist.broadcast_object_list(held, src=0, group=self._control)
@@ -94,6 +122,9 @@ class Processes:
 
     def share_key(self, key: bytes | None) -> bytes:
         """The noise key of rank 0, broadcast once; it stays in memory on both ends."""
+        if self.alone:
+            assert key is not None
+            return key
         held = torch.zeros(32, dtype=torch.uint8)
         if self.leads:
             assert key is not None
@@ -130,6 +161,9 @@ class Processes:
 
         Rank 0 tells the sentence; where only some refuse, it names the first of them.
         """
+        if self.alone:
+            yield
+            return
         error: ExpungeError | None = None
         try:
             yield
@@ -141,9 +175,9 @@ class Processes:
             return
         text, kind = cast(tuple[str, str], told[first])
         alone = any(text is None for text in told)
-        kinds: dict[str, type[ExpungeError]] = {"InputError": InputError}
         sentence = f"rank {first}: {text}" if alone and first > 0 else text
-        raise mark_told(kinds.get(kind, UnlearningError)(sentence), self.rank) from error
+        same = next((known for known in _KINDS if known.__name__ == kind), UnlearningError)
+        raise mark_told(same(sentence), self.rank) from error
 
     @contextmanager
     def listening(self, doing: str) -> Generator[None]:
@@ -151,20 +185,21 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, ExpungeError):
-                raise
             raise lose(self.rank, self.size, doing, error) from error
 
-    def _reduce(self, held: Tensor, how: Any) -> list[float]:
+    def _reduce(self, values: Sequence[float], how: str) -> list[float]:
+        if self.alone:
+            return list(map(float, values))
+        held = torch.tensor(values, dtype=torch.float64)
         with self.listening("adding up"):
-            dist.all_reduce(held, op=how, group=self._control)
+            dist.all_reduce(held, op=getattr(dist.ReduceOp, how), group=self._control)
         return cast(list[float], held.tolist())
 
 
-def lose(rank: int, size: int, doing: str, error: Exception) -> UnlearningError:
-    """The one sentence about a process that is gone."""
+def lose(rank: int, size: int, doing: str, error: Exception) -> RunError:
+    """The one sentence about a process that is gone: the run may be tried again."""
     detail = str(error).splitlines()[0].split("] ", 1)[-1].split(". ")[0][:160]
-    return UnlearningError(
+    return RunError(
         f"rank {rank} of {size} lost another process while {doing}: it ended, hung for longer than "
         f"the timeout, or could not be reached ({detail}); nothing is certified, and --resume goes "
         "on from the last checkpoint"
@@ -190,22 +225,21 @@ def mark_told(error: ExpungeError, rank: int) -> ExpungeError:
 
 
 def find_processes(
-    distributed: bool | Processes | None, check_every: int | None = None
-) -> Processes | None:
-    """The processes of an initialised process group; None for a run of one process.
+    distributed: bool | Processes | None = None, check_every: int = CHECK_EVERY
+) -> Processes:
+    """The processes of an initialised process group; this one alone where there is none.
 
     ``distributed`` None takes those there are, True insists on some, False works alone.
 
-    >>> find_processes(None) is None, find_processes(False) is None
-    (True, True)
+    >>> find_processes(None).size, find_processes(False, check_every=10).check_every
+    (1, 10)
     """
     if isinstance(distributed, Processes):
         return distributed
     if distributed not in (None, True, False):
         raise InputError.of("distributed", distributed, "True, False or None")
-    every = CHECK_EVERY if check_every is None else check_every
-    if every != int(every) or every < 1:
-        raise InputError.of("check_every", every, "a whole number >= 1")
+    if check_every != int(check_every) or check_every < 1:
+        raise InputError.of("check_every", check_every, "a whole number >= 1")
     ready = dist.is_available() and dist.is_initialized()
     if distributed is True and not ready:
         raise InputError(
@@ -213,9 +247,9 @@ def find_processes(
             "torch.distributed.init_process_group first, or start with torchrun"
         )
     if distributed is False or not ready or dist.get_world_size() == 1:
-        return None
+        return Processes(check_every=int(check_every))
     control = None if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    return Processes(dist.get_rank(), dist.get_world_size(), int(every), control)
+    return Processes(dist.get_rank(), dist.get_world_size(), int(check_every), control)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -251,10 +285,10 @@ def is_restarted() -> bool:
 
 
 @contextmanager
-def joined(timeout_seconds: float, check_every: int) -> Generator[Processes | None]:
+def joined(timeout_seconds: float, check_every: int) -> Generator[Processes]:
     """The processes that torchrun started, in a process group for as long as this lasts.
 
-    None without torchrun. A group that is there already is used and left as it is.
+    This one alone without torchrun. A group that is there already is used and left as it is.
     """
     if count_started() == 1 or dist.is_initialized():
         yield find_processes(None, check_every)
@@ -264,7 +298,7 @@ def joined(timeout_seconds: float, check_every: int) -> Generator[Processes | No
     try:
         _init(backend, timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
-        raise UnlearningError(
+        raise RunError(
             f"rank {rank} of {size} cannot join the others: {str(error).splitlines()[0][:200]}"
         ) from error
     try:

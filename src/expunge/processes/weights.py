@@ -1,19 +1,23 @@
-"""Torch tensors as the bytes that are hashed and saved: the bridge from modules to hashing.py.
+"""The tensors of a module by name, and as the bytes that are hashed and saved.
 
-The weights of a sharded model, hashed and saved without anybody holding all of them.
+A release is written from a module's parameters and persistent buffers, never from what the module
+says about itself: :func:`list_tensors` reads them, and refuses a module that says more.
 
-One tensor at a time goes to one process, row by row as the ranks hold it: the leaf of the hash tree
-is computed, or the file written, from the parts as they arrive. The memory this takes is one part.
-For hashing, as many tensors as there are processes are on their way at once, each to its own.
+Of a sharded model nobody holds all weights. One tensor at a time goes to one process, row by row as
+the ranks hold it: the leaf of the hash tree is computed, or the file written, from the parts as
+they arrive. The memory this takes is one part. For hashing, as many tensors as there are processes
+are on their way at once, each to its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any, cast
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expunge.certificates.hashing import (
@@ -35,6 +39,91 @@ _NAMES: Mapping[torch.dtype, str] = {
     torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+
+
+_OWN_WORDS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def list_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by the names, and in the order, of ``state_dict``.
+
+    Tied ones are under each of their names. What a module adds to its state_dict by hooks, extra
+    state or overridden methods, and tensors and arrays it holds as plain attributes, are neither
+    certified nor declared public: such a module is refused by name.
+
+    >>> list(list_tensors(nn.BatchNorm1d(2)))
+    ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    >>> layer = nn.Linear(2, 2)
+    >>> layer.old = torch.ones(2)
+    >>> list_tensors(layer)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.UnlearningError: old of the model is a plain tensor or array: ...
+    """
+    known = {id(t) for t in (*model.parameters(), *model.buffers())}
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        _check_words(path, module)
+        for name, value in vars(module).items():
+            if name not in ("_parameters", "_buffers") and _holds_tensor(value, known):
+                raise UnlearningError(
+                    f"{name} of {_say(path)} is a plain tensor or array: no noise covers it; make "
+                    "it a buffer (register_buffer) and declare it public, or delete it"
+                )
+        skipped = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+        held = cast(dict[str, Tensor | None], module._parameters | module._buffers)  # pyright: ignore[reportPrivateUsage]
+        for name, tensor in held.items():
+            if tensor is not None and name not in skipped:
+                found[check_name(f"{path}.{name}" if path else name)] = tensor.detach()
+    return found
+
+
+def check_name(name: str) -> str:
+    """The name of a tensor, which a file must be able to hold."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UnlearningError(
+            f"the tensor name {name!r} is not valid Unicode; it must be to be written to a file"
+        ) from None
+    return name
+
+
+def _check_words(path: str, module: nn.Module) -> None:
+    """Refuse a module whose ``state_dict`` would hold more than its parameters and buffers."""
+    own = [
+        word
+        for word in _OWN_WORDS
+        if word in vars(module) or getattr(type(module), word) is not getattr(nn.Module, word)
+    ]
+    held: Any = module
+    hooks = (*held._state_dict_hooks.values(), *held._state_dict_pre_hooks.values())
+    if not all(hook.__module__.startswith("torch.distributed.") for hook in hooks):
+        own.append("a hook of its state_dict")
+    if own:
+        raise UnlearningError(
+            f"{_say(path)} ({type(module).__name__}) has {own[0]} of its own, so its state_dict "
+            "may hold more than its parameters and buffers; only those can be certified"
+        )
+
+
+def _holds_tensor(value: object, known: set[int]) -> bool:
+    """Whether a plain attribute is or holds a tensor or array that is not among the known."""
+    match value:
+        case Tensor() | np.ndarray():
+            return id(value) not in known
+        case dict():
+            held = cast(dict[object, object], value)
+            return any(_holds_tensor(item, known) for item in held.values())
+        case list() | tuple() | set() | frozenset():
+            items = cast(list[object], value)
+            return any(_holds_tensor(item, known) for item in items)
+        case _:
+            return False
+
+
+def _say(path: str) -> str:
+    return f"module {path}" if path else "the model"
 
 
 def hash_weights(tensors: Mapping[str, Tensor]) -> str:
