@@ -12,16 +12,19 @@ import math
 from typing import Any
 
 from expunge.accounting.precision import DPSGD_ASSUMPTIONS, describe_assumptions
-from expunge.certificates.schema import (
-    CertificateWire,
-    GradientClippingWire,
-    NoisyDescentWire,
-    RewindToDeleteWire,
-    ScopeWire,
+from expunge.certificates.record import decode
+from expunge.certificates.schema import CertificateWire, ScopeWire
+from expunge.recipes import (
+    GradientClipping,
+    GroupDPSGD,
+    NoisyDescent,
+    Problem,
+    Recipe,
+    RewindToDelete,
+    from_dict,
 )
-from expunge.recipes import NoisyDescent, Problem, RewindToDelete, from_dict
 
-_NAMES = {
+METHOD_WORDS = {
     "output-perturbation": "output perturbation",
     "gradient-clipping": "noisy fine-tuning with gradient clipping",
     "model-clipping": "noisy fine-tuning with model clipping",
@@ -32,7 +35,7 @@ _NAMES = {
 }
 
 # Their guarantee covers the training too, so the reference is that training without the forget set.
-_TRAINING = ("group-dp-sgd", "noisy-descent", "rewind-to-delete")
+TRAINING_METHODS = ("group-dp-sgd", "noisy-descent", "rewind-to-delete")
 
 _VOID_IF = (
     "a radius, a clip or the centre was chosen by looking at the trained weights or at the "
@@ -121,21 +124,26 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
 
 def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
     """What the guarantee rests on beside the run itself: nothing, for the clipping methods."""
-    wire, problem = certificate.recipe, certificate.problem
-    if wire.method == "group-dp-sgd":
-        return DPSGD_ASSUMPTIONS
-    if not isinstance(wire, NoisyDescentWire | RewindToDeleteWire) or problem is None:
-        return ()
-    recipe = from_dict(wire.model_dump())
-    assert isinstance(recipe, NoisyDescent | RewindToDelete)
-    return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
+    problem = certificate.problem
+    match read_recipe(certificate):
+        case GroupDPSGD():
+            return DPSGD_ASSUMPTIONS
+        case (NoisyDescent() | RewindToDelete()) as recipe if problem is not None:
+            return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
+        case _:
+            return ()
+
+
+def read_recipe(certificate: CertificateWire) -> Recipe:
+    """The recipe of a certificate, as the accountant takes it."""
+    return from_dict(decode(certificate.recipe.model_dump()))
 
 
 def name_reference(certificate: CertificateWire) -> str:
     """The certifying algorithm in words."""
     if certificate.recipe.method == "retraining":
         return "training again without the forget set"
-    if certificate.recipe.method in _TRAINING:
+    if certificate.recipe.method in TRAINING_METHODS:
         return "the same steps with the same noise, all on the retained data"
     if certificate.compared_to == "retrained":
         return "the same run started from a model retrained without the forget set"
@@ -163,9 +171,9 @@ def write_statement(certificate: CertificateWire) -> str:
         f"Reference: {name_reference(c)}.",
         f"Theorem: {c.theorem}.",
         f"At most {chance} of runs can differ, in any way, from runs that never saw "
-        f"{'the forget set' if c.recipe.method in _TRAINING else 'the old model'}.",
+        f"{'the forget set' if c.recipe.method in TRAINING_METHODS else 'the old model'}.",
         "",
-        f"Method: {_NAMES[c.recipe.method]}; {_count_steps(c)} on {c.parameters} parameters.",
+        f"Method: {METHOD_WORDS[c.recipe.method]}; {_count_steps(c)} on {c.parameters} parameters.",
         f"Forget set: {_name_set(c.data.forget)}. Retained set: {_name_set(c.data.retain)}.",
         f"Noise: {c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s).",
         f"Finite precision: grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail {p.tail_delta:.6g};",
@@ -215,7 +223,7 @@ def write_model_card(certificate: CertificateWire) -> str:
             "## Certified unlearning",
             "",
             *warnings,
-            f"Examples were removed from this model by {_NAMES[c.recipe.method]} with "
+            f"Examples were removed from this model by {METHOD_WORDS[c.recipe.method]} with "
             f"**epsilon = {round_up(c.epsilon)}, delta = {round_up(c.delta)}**, compared to "
             f"{name_reference(c)}.",
             "",
@@ -261,16 +269,14 @@ def _yaml(value: object) -> str:
 
 
 def _count_steps(certificate: CertificateWire) -> str:
-    if isinstance(certificate.recipe, RewindToDeleteWire):
-        return f"{certificate.recipe.train_steps} full-batch steps and one noise"
+    recipe = read_recipe(certificate)
+    if isinstance(recipe, RewindToDelete):
+        return f"{recipe.train_steps} full-batch steps and one noise"
     steps = sum(run.steps for run in certificate.schedule)
     noun = "noisy step" if steps == 1 else "noisy steps"
     start = ", started at the centre" if certificate.start == "centre" else ""
-    recipe = certificate.recipe
-    clip = (
-        " and projection" if isinstance(recipe, GradientClippingWire) and recipe.model_clip else ""
-    )
-    return f"{steps} {noun}{clip}{start}"
+    clips = isinstance(recipe, GradientClipping) and recipe.model_clip
+    return f"{steps} {noun}{' and projection' if clips else ''}{start}"
 
 
 def _name_set(commitment: Any) -> str:

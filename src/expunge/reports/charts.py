@@ -1,8 +1,8 @@
 """Line charts as inline SVG text: axes, ticks, lines, points, a legend and a text alternative.
 
-Nothing is fetched and no script runs. Colours are CSS variables of the page (``--s0`` to ``--s3``),
-so that one drawing serves light, dark and paper; series differ by marker and dash as well, so that
-no colour has to be told from another. Same chart, same bytes.
+Nothing is fetched and no script runs. Colours are CSS variables (``charts.css``, which a page or a
+file of charts includes), so that one drawing serves light, dark and paper; series differ by marker
+and dash as well, so that no colour has to be told from another. Same chart, same bytes.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from pathlib import Path
 from typing import Literal
 
 from expunge.errors import InputError
+from expunge.files import write_atomic
 
 Scale = Literal["linear", "log10", "percent"]
 Mark = Literal["line", "points", "level"]
@@ -23,6 +25,8 @@ WIDTH, HEIGHT = 520.0, 340.0
 LEFT, RIGHT, BOTTOM = 62.0, 16.0, 50.0
 LINE_HEIGHT, LETTER = 18.0, 7.4
 STYLES = 4
+STYLE_FILE = Path(__file__).parent / "charts.css"
+MARGIN, TITLE = 20.0, 40.0
 MOST_POINTS, MOST_MARKERS = 400, 40
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -105,6 +109,38 @@ def draw_chart(chart: Chart) -> str:
             "</svg>",
         ]
     )
+
+
+def check_name(path: str | Path) -> None:
+    """Charts are written as SVG, which follows light, dark and paper; nothing else.
+
+    >>> check_name("curve.png")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: the picture is 'curve.png'; it must be a file name ending in .svg
+    """
+    if Path(path).suffix != ".svg":
+        raise InputError.of("the picture", str(path), "a file name ending in .svg")
+
+
+def write_charts(path: str | Path, charts: Sequence[Chart]) -> None:
+    """One SVG file with the charts side by side, each below its title."""
+    check_name(path)
+    width, height = len(charts) * (WIDTH + MARGIN) + MARGIN, TITLE + HEIGHT + MARGIN
+    parts = [
+        '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" '
+        f'width="{width:g}" height="{height:g}" viewBox="0 0 {width:g} {height:g}">'
+        f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style>"
+        '<rect width="100%" height="100%" fill="var(--paper)"/>'
+    ]
+    for place, chart in enumerate(charts):
+        x = MARGIN + place * (WIDTH + MARGIN)
+        parts.append(f'<text class="name" x="{x:g}" y="24">{escape(chart.title)}</text>')
+        parts.append(
+            f'<svg x="{x:g}" y="{TITLE:g}" width="{WIDTH:g}" height="{HEIGHT:g}">'
+            f"{draw_chart(chart)}</svg>"
+        )
+    write_atomic(path, "".join([*parts, "</svg>\n"]).encode("utf-8"))
 
 
 def thin(series: Series) -> Series:

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from expunge.accounting.guarantee import log_delta
+from expunge.accounting.guarantee import guarantee, log_delta
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import Trace
 from expunge.certificates.schema import BoundWire
 from expunge.certificates.wording import round_up
+from expunge.errors import InputError
 from expunge.recipes import (
+    IDEAL,
+    Bound,
     ComparedTo,
     Execution,
     GradientClipping,
+    Guarantee,
     ModelClipping,
     OutputPerturbation,
+    Recipe,
+    Retraining,
 )
-from expunge.reports.charts import STYLES, Axis, Chart, Series
+from expunge.reports.charts import STYLES, Axis, Chart, Series, check_name, write_charts
 from expunge.reports.metrics import STAGES, Arm, Curve, Stage
-from expunge.reports.plotting import take_steps
 
 SIDES: dict[ComparedTo, str] = {
     "retrained": "against a retrained model",
@@ -30,94 +37,167 @@ SIDES: dict[ComparedTo, str] = {
 CURVE_POINTS, STEP_POINTS = 61, 24
 # A schedule with projections is accounted from every restart: beyond this it takes too long.
 MOST_SCHEDULED_STEPS = 2000
+SMALLEST_POWER = -30.0
 
 
-def list_bounds(certificate: Certificate) -> list[tuple[ComparedTo, BoundWire]]:
-    """Both sides of a certificate, where they exist."""
-    sides: list[tuple[ComparedTo, BoundWire | None]] = [
-        ("retrained", certificate.retrained),
-        ("centre", certificate.centre),
+def draw_curve(
+    recipe: Recipe,
+    path: str | Path,
+    *,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    compared_to: ComparedTo = "retrained",
+) -> None:
+    """Write an SVG file of a recipe's trade-off and, if it has steps, of what each of them buys."""
+    check_name(path)
+    found = guarantee(recipe, epsilon=epsilon, delta=delta, compared_to=compared_to)
+    if not math.isfinite(found.epsilon):
+        raise InputError("there is no curve to draw: the recipe certifies no finite epsilon")
+    charts = chart_trade_off(found, recipe, IDEAL), chart_forgetting(found, recipe, IDEAL)
+    drawn = [chart for chart in charts if chart is not None]
+    if not drawn:
+        raise InputError("there is no curve to draw: delta is 0, or too small to show, everywhere")
+    write_charts(path, drawn)
+
+
+def list_bounds(claim: Certificate | Guarantee) -> list[tuple[ComparedTo, Bound | BoundWire]]:
+    """Both sides of a claim, where they exist."""
+    sides: list[tuple[ComparedTo, Bound | BoundWire | None]] = [
+        ("retrained", claim.retrained),
+        ("centre", claim.centre),
     ]
     return [(side, bound) for side, bound in sides if bound is not None]
 
 
-def log_delta_at(certificate: Certificate, side: ComparedTo, epsilon: float) -> float:
-    """log δ at ε as the certificate's account has it.
+def log_delta_at(
+    claim: Certificate | Guarantee,
+    recipe: Recipe,
+    execution: Execution,
+    side: ComparedTo,
+    epsilon: float,
+) -> float:
+    """log δ at ε as the claim's account has it.
 
     A μ-GDP pair is exactly as hard to tell apart as one Gaussian mechanism at distance μ, so μ is
     not computed again for every point of a curve.
     """
-    mu = dict(list_bounds(certificate))[side].mu
+    mu = dict(list_bounds(claim))[side].mu
     if mu is None:
-        return log_delta(
-            certificate.method, epsilon, compared_to=side, execution=certificate.execution
-        )
-    tail = min(certificate.finite_precision.tail_delta * certificate.releases, 0.5)
+        return log_delta(recipe, epsilon, compared_to=side, execution=execution)
+    tail = min(execution.tail_delta * execution.releases, 0.5)
     one = OutputPerturbation(start_clip=mu / 2, noise_std=1.0)
     return log_delta(one, epsilon, execution=Execution(tail_delta=tail))
 
 
-def chart_trade_off(certificate: Certificate) -> Chart | None:
-    """δ against ε for both comparisons, and the certified point; None where δ is 0 everywhere."""
-    sides = list_bounds(certificate)
-    if certificate.recipe.method == "retraining":
+def chart_trade_off(
+    claim: Certificate | Guarantee, recipe: Recipe, execution: Execution
+) -> Chart | None:
+    """δ against ε for both comparisons, and the claimed point; None where nothing can be shown.
+
+    >>> recipe = OutputPerturbation(start_clip=1.0, noise_std=4.0)
+    >>> chart = chart_trade_off(guarantee(recipe, delta=1e-5), recipe, IDEAL)
+    >>> [series.name for series in chart.series]  # doctest: +NORMALIZE_WHITESPACE
+    ['against a retrained model', 'against the public centre',
+     'certified: ε = 1.994, δ = 1e-5']
+    """
+    sides = list_bounds(claim)
+    if isinstance(recipe, Retraining) or claim.delta == 0:
         return None
     top = max([2 * bound.epsilon for _, bound in sides] + [0.1])
     grid = [top * n / (CURVE_POINTS - 1) for n in range(CURVE_POINTS)]
+    least = _find_least(claim)
     series: list[Series] = []
     words: list[str] = []
     for side, bound in sides:
-        logs = [log_delta_at(certificate, side, e) / math.log(10) for e in grid]
-        known = [value if value > -1e6 else None for value in logs]
-        series.append(Series(SIDES[side], tuple(grid), tuple(known), "line"))
+        powers = list_powers([log_delta_at(claim, recipe, execution, side, e) for e in grid])
+        series.append(_cut_curve(SIDES[side], grid, powers, least))
         words.append(
-            f"{SIDES[side].capitalize()}, delta is {_power(logs[0])} at "
-            f"epsilon 0 and reaches {round_up(bound.delta, 3)} at epsilon "
-            f"{round_up(bound.epsilon, 4)}."
+            f"{SIDES[side].capitalize()}, delta is {_power(powers[0])} at epsilon 0 and reaches "
+            f"{round_up(bound.delta, 3)} at epsilon {round_up(bound.epsilon, 4)}."
         )
-    point = (certificate.epsilon,), (math.log10(certificate.delta),)
-    if not any(value is not None for one in series for value in one.y):
+    series = [one for one in series if one.x]
+    if not series:
         return None
-    certified = f"certified: ε = {round_up(certificate.epsilon, 4)}, δ = " + round_up(
-        certificate.delta, 3
-    )
+    name = f"certified: ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}"
+    point = Series(name, (claim.epsilon,), (math.log10(claim.delta),), "points")
     return Chart(
         "trade-off",
         "The trade-off between epsilon and delta",
-        " ".join([*words, "Both curves fall: a larger epsilon holds with a smaller delta."]),
+        " ".join([*words, "A larger epsilon holds with a smaller delta."]),
         Axis("ε", include=(0.0,)),
         Axis("δ", "log10", include=(0.0,)),
-        (*series, Series(certified, *point, "points")),
+        (*series, point),
     )
 
 
-def chart_forgetting(certificate: Certificate) -> Chart | None:
-    """δ at the certified ε after each number of noisy steps."""
-    recipe = certificate.method
+def chart_forgetting(
+    claim: Certificate | Guarantee, recipe: Recipe, execution: Execution
+) -> Chart | None:
+    """δ at the claimed ε after each number of noisy steps."""
     if not isinstance(recipe, GradientClipping | ModelClipping) or recipe.steps < 2:
         return None
     scheduled = isinstance(recipe.learning_rate, tuple) or isinstance(recipe.noise_std, tuple)
     if scheduled and recipe.steps > MOST_SCHEDULED_STEPS:
         return None
     counts = sorted({round(n) for n in np.geomspace(1, recipe.steps, STEP_POINTS).tolist()})
-    side, epsilon = certificate.compared_to, certificate.epsilon
-    logs = [
-        log_delta(take_steps(recipe, n), epsilon, compared_to=side, execution=certificate.execution)
-        / math.log(10)
-        for n in counts
-    ]
-    if min(logs) <= -1e6:
+    side, epsilon, least = claim.compared_to, claim.epsilon, _find_least(claim)
+    powers = list_powers(
+        [
+            log_delta(take_steps(recipe, n), epsilon, compared_to=side, execution=execution)
+            for n in counts
+        ]
+    )
+    drawn = [(float(n), power) for n, power in zip(counts, powers, strict=True) if power >= least]
+    if len(drawn) < 2:
         return None
     shown = round_up(epsilon, 4)
     return Chart(
         "forgetting",
         "What each noisy step buys",
-        f"At epsilon {shown}, delta is {_power(logs[0])} after one step and "
-        f"{_power(logs[-1])} after all {recipe.steps}.",
-        Axis("noisy steps"),
+        f"At epsilon {shown}, delta is {_power(powers[0])} after one step and "
+        f"{_power(powers[-1])} after all {recipe.steps}.",
+        Axis("noisy steps", include=(float(recipe.steps),)),
         Axis(f"δ at ε = {shown}, {SIDES[side]}", "log10", include=(0.0,)),
-        (Series("δ", tuple(map(float, counts)), tuple(logs)),),
+        (Series("δ", tuple(n for n, _ in drawn), tuple(power for _, power in drawn)),),
     )
+
+
+def take_steps(
+    recipe: GradientClipping | ModelClipping, count: int
+) -> GradientClipping | ModelClipping:
+    """The recipe's first ``count`` steps.
+
+    >>> recipe = ModelClipping(model_clip=1.0, learning_rate=0.1, weight_decay=0.0,
+    ...                        noise_std=[1.0, 2.0], steps=2)
+    >>> take_steps(recipe, 1).noise_std
+    (1.0,)
+    """
+    schedules = {name: getattr(recipe, name) for name in ("learning_rate", "noise_std")}
+    cut = {name: value[:count] for name, value in schedules.items() if isinstance(value, tuple)}
+    return dataclasses.replace(recipe, steps=count, **cut)
+
+
+def list_powers(logs: Sequence[float]) -> list[float]:
+    """log₁₀ δ along a curve, never rising.
+
+    δ falls as ε or the number of steps grows, so a bound for a smaller one holds for a larger one
+    too: the running minimum is valid where an accountant's fallback is not monotone.
+
+    >>> list_powers([-math.log(10), -math.log(1000), -math.log(100)])
+    [-1.0, -3.0, -3.0]
+    """
+    return np.round(np.minimum.accumulate(np.asarray(logs) / math.log(10)), 12).tolist()
+
+
+def _cut_curve(name: str, x: Sequence[float], powers: Sequence[float], least: float) -> Series:
+    """The line down to ``least``, where it leaves the picture between two of its points."""
+    inside = sum(power >= least for power in powers)
+    places, values = list(x[:inside]), list(powers[:inside])
+    if 0 < inside < len(powers):
+        share = (powers[inside - 1] - least) / (powers[inside - 1] - powers[inside])
+        places.append(x[inside - 1] + share * (x[inside] - x[inside - 1]))
+        values.append(least)
+    return Series(name, tuple(places), tuple(values))
 
 
 def chart_trace(trace: Trace, grad_clip: float | None) -> Chart | None:
@@ -262,6 +342,11 @@ def _chart_group(number: int, x_label: str, y_label: str, members: Sequence[Curv
         Axis(y_label),
         tuple(Series(curve.name, curve.x, curve.y) for curve in members),
     )
+
+
+def _find_least(claim: Certificate | Guarantee) -> float:
+    """The exponent at which a picture of δ ends: below what is claimed, and readable."""
+    return min(SMALLEST_POWER, 1.5 * math.log10(claim.delta)) if claim.delta > 0 else SMALLEST_POWER
 
 
 def _power(exponent: float) -> str:

@@ -19,7 +19,14 @@ from expunge.accounting.guarantee import log_delta
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import holds
-from expunge.certificates.wording import derive_scope, find_warnings, name_reference, round_up
+from expunge.certificates.wording import (
+    METHOD_WORDS,
+    TRAINING_METHODS,
+    derive_scope,
+    find_warnings,
+    name_reference,
+    round_up,
+)
 from expunge.errors import CertificateError, ExpungeError, InputError, VerificationError
 from expunge.files import read_limited, write_atomic
 from expunge.reports.charts import Chart, draw_chart
@@ -103,6 +110,7 @@ def render_report(
     if public:
         measured, record, audit = keep_public(measured, certificate.recipe.method), None, None
     trace = None if record is None else record.trace
+    account = certificate.method, certificate.execution
     plain = certificate.model_dump()
     own = find_own(measured, certificate.recipe.method)
     arm = measured.arm or certificate.recipe.method
@@ -124,6 +132,8 @@ def render_report(
         public=public,
         title=measured.title or "Unlearning report",
         reference=name_reference(certificate),
+        methods=METHOD_WORDS,
+        training=TRAINING_METHODS,
         strength=_weigh(certificate),
         bounds=list_bounds(certificate),
         steps=sum(run.steps for run in certificate.schedule),
@@ -142,8 +152,8 @@ def render_report(
             "accuracy": _draw(chart_accuracy(own)),
             "curves": [_draw(chart) for chart in chart_curves(measured.curves)],
             "trace": _draw(None if trace is None else chart_trace(trace, grad_clip)),
-            "trade_off": _draw(chart_trade_off(certificate)),
-            "forgetting": _draw(chart_forgetting(certificate)),
+            "trade_off": _draw(chart_trade_off(certificate, *account)),
+            "forgetting": _draw(chart_forgetting(certificate, *account)),
             "cost": _draw(chart_cost(measured.arms)),
         },
     )
@@ -235,7 +245,8 @@ def _raise_if_unsound(certificate: Certificate, record: RunRecord | None) -> Non
 
 def _weigh(certificate: Certificate) -> Strength:
     """e^ε, and the best guess between run and reference: (1 + δ at ε = 0)/2 for even odds."""
-    log_distance = log_delta_at(certificate, certificate.compared_to, 0.0)
+    c = certificate
+    log_distance = log_delta_at(c, c.method, c.execution, c.compared_to, 0.0)
     guess = min((1 + math.exp(log_distance)) / 2, 1.0)
     return Strength(
         times=round_up(math.exp(min(certificate.epsilon, 709.0)), 4),

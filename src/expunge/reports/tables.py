@@ -33,7 +33,7 @@ _MEANINGS = {
 }
 
 
-class Row(NamedTuple):
+class Fact(NamedTuple):
     """One line of a table of facts."""
 
     name: str
@@ -46,7 +46,7 @@ class TraceTable:
     """The trace in numbers: (quantity, first, lowest, median, highest, last), then what to see."""
 
     columns: tuple[tuple[str, ...], ...]
-    facts: tuple[Row, ...]
+    facts: tuple[Fact, ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class AuditTable:
 
     verdict: str
     contradicts: bool
-    rows: tuple[Row, ...]
+    rows: tuple[Fact, ...]
 
 
 def format_exact(value: object) -> str:
@@ -106,23 +106,23 @@ def format_odds(chance: float) -> str:
     return f"1 in {math.floor(1 / chance * (1 + 1e-12)):,}"
 
 
-def describe_items(items: Mapping[str, object]) -> list[Row]:
+def describe_items(items: Mapping[str, object]) -> list[Fact]:
     """A flat mapping as rows, with words for names.
 
     >>> describe_items({"retraining_seconds": 41.0})
-    [Row(name='retraining seconds', value='41.0', note='')]
+    [Fact(name='retraining seconds', value='41.0', note='')]
     """
-    return [Row(name.replace("_", " "), format_exact(value)) for name, value in items.items()]
+    return [Fact(name.replace("_", " "), format_exact(value)) for name, value in items.items()]
 
 
-def describe_recipe(certificate: Certificate) -> list[Row]:
+def describe_recipe(certificate: Certificate) -> list[Fact]:
     """Every parameter by its name, with its letter and what it does."""
-    rows: list[Row] = []
+    rows: list[Fact] = []
     for name, value in certificate.recipe.model_dump().items():
         if name != "method":
             letter, meaning = _MEANINGS.get(name, ("", ""))
             shown = "not used" if value is None else format_exact(value)
-            rows.append(Row(f"{name} ({letter})" if letter else name, shown, meaning))
+            rows.append(Fact(f"{name} ({letter})" if letter else name, shown, meaning))
     return rows
 
 
@@ -145,8 +145,8 @@ def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
     ratios = [n / (s * root) for n, s in zip(trace.noise_norm, trace.noise_std, strict=True) if s]
     clipped = sum(factor < 1 for factor in trace.clip_factor)
     facts = [
-        Row("Steps in which a gradient was clipped", f"{clipped} of {len(trace)}"),
-        Row(
+        Fact("Steps in which a gradient was clipped", f"{clipped} of {len(trace)}"),
+        Fact(
             "Gradients that were not finite",
             str(sum(trace.nonfinite)),
             "they count as zero, which keeps the guarantee",
@@ -155,7 +155,7 @@ def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
     if ratios:
         spread = 1 / (math.sqrt(2 * len(ratios)) * root)
         facts.append(
-            Row(
+            Fact(
                 "Realised noise in units of the expected norm",
                 f"{statistics.fmean(ratios):.6f}",
                 f"expected 1 ± {spread:.2g} (one standard deviation)",
@@ -239,7 +239,7 @@ def _read_number(audit: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def _flatten(prefix: str, value: object, room: int = MOST_ROWS) -> Iterable[Row]:
+def _flatten(prefix: str, value: object, room: int = MOST_ROWS) -> Iterable[Fact]:
     """Nested figures as ``outer.inner`` rows; long lists by their length only."""
     match value:
         case Mapping():
@@ -249,12 +249,12 @@ def _flatten(prefix: str, value: object, room: int = MOST_ROWS) -> Iterable[Row]
                     yield row
                     left -= 1
                 if left <= 0:
-                    yield Row(prefix or "…", "more figures are in audit.json")
+                    yield Fact(prefix or "…", "more figures are in audit.json")
                     return
         case list() | tuple():
             items = cast(Sequence[object], value)
             short = len(items) <= 8 and not any(isinstance(i, Mapping | list) for i in items)
             shown = ", ".join(map(format_exact, items)) if short else f"{len(items)} values"
-            yield Row(prefix, shown)
+            yield Fact(prefix, shown)
         case _:
-            yield Row(prefix, format_exact(value))
+            yield Fact(prefix, format_exact(value))
