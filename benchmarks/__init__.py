@@ -1,1 +1,6 @@
-"""Ratios measured in one run: ``python -m benchmarks.run``."""
+"""Speed, as ratios measured in one run (``make bench``). Data and networks are those of experiments."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent.parent / "experiments"))

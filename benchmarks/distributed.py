@@ -149,7 +149,6 @@ def _time_steps(net: Any, counted: list[int], *, distributed: bool) -> tuple[flo
         recipe,
         loss_fn=cross_entropy,
         noise=SeededNoise(0),
-        compile=False,
         on_step=lambda *_: stamps.append((time.perf_counter(), counted[0])),
         distributed=distributed,
         check_every=10**6,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,18 +20,14 @@ from safetensors.torch import save_file
 
 from benchmarks.timing import compare, measure
 
-EXPERIMENTS = Path(__file__).parent.parent / "experiments"
-
 
 def run() -> list[dict[str, Any]]:
-    sys.path.insert(0, str(EXPERIMENTS))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         return [*_measure("mnist", 5, 60_000, 3), *_measure("cifar10", 1, 6_400, 3)]
     finally:
         torch.set_num_threads(threads)
-        sys.path.remove(str(EXPERIMENTS))
 
 
 def _measure(task: str, seeds: int, count: int, repeats: int) -> list[dict[str, Any]]:

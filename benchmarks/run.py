@@ -9,6 +9,7 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
@@ -30,16 +31,38 @@ SUITES = (
 )
 
 
-def main(names: list[str]) -> None:
+def main(names: list[str]) -> int:
     console = Console()
-    rows = []
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
     for name in names or SUITES:
         console.print(f"measuring {name} …")
         started = time.monotonic()
-        rows += [
-            {"suite": name} | row for row in importlib.import_module(f"benchmarks.{name}").run()
-        ]
+        try:
+            found = importlib.import_module(f"benchmarks.{name}").run()
+        except Exception:
+            console.print_exception()
+            failed.append(name)
+            continue
+        rows += [{"suite": name} | row for row in found]
+        if not names:
+            write(rows)
         console.print(f"  {time.monotonic() - started:.0f} s")
+    console.print(tabulate(rows))
+    if failed:
+        console.print(f"failed: {', '.join(failed)}")
+    return len(failed)
+
+
+def write(rows: list[dict[str, Any]]) -> None:
+    """What is measured so far; a suite that fails later takes nothing away."""
+    machine = {"python": platform.python_version(), "cores": os.cpu_count()}
+    target_file = HERE / "results" / "latest.json"
+    target_file.parent.mkdir(exist_ok=True)
+    target_file.write_text(json.dumps({"machine": machine, "ratios": rows}, indent=1) + "\n")
+
+
+def tabulate(rows: list[dict[str, Any]]) -> Table:
     table = Table(box=SIMPLE)
     for column in ("suite", "what", "ratio", "spread", "target"):
         table.add_column(column, overflow="fold")
@@ -55,13 +78,8 @@ def main(names: list[str]) -> None:
             f"{low:.3g} … {high:.3g}",
             "–" if target is None else f"{direction} {target:g}{verdict}",
         )
-    console.print(table)
-    if not names:
-        machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-        target_file = HERE / "results" / "latest.json"
-        target_file.parent.mkdir(exist_ok=True)
-        target_file.write_text(json.dumps({"machine": machine, "ratios": rows}, indent=1) + "\n")
+    return table
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))
