@@ -1,4 +1,4 @@
-"""Speed, as ratios measured in one run (``make bench``). Data and networks are those of experiments."""
+"""Speed, as ratios measured in one run (``make bench``); data and networks are of experiments."""
 
 import sys
 from pathlib import Path

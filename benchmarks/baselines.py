@@ -1,4 +1,4 @@
-"""DP-SGD against plain SGD, per-example gradients by ``vmap`` against Opacus, and a whole epoch.
+"""DP-SGD against plain SGD and against Opacus, and a whole epoch.
 
 Pixels are random: no time here depends on what they show. Torch runs on one thread, as in
 ``benchmarks.data``.

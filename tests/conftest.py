@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+collect_ignore = ["helpers"]  # what tests import, and processes that they start
+
 settings.register_profile("house", deadline=None, derandomize=True)
 settings.load_profile("house")
 

@@ -19,7 +19,7 @@ from expunge.files import hold_lock
 from expunge.jobs import many as rays
 from expunge.jobs.many import Pool, Task
 
-HERE = str(Path(__file__).parent)
+ROOT = str(Path(__file__).parents[2])
 
 
 def note(path: str, text: str) -> int:
@@ -104,8 +104,8 @@ def test_ctrl_c_leaves_what_is_finished_and_the_next_call_does_the_rest(tmp_path
 def test_a_killed_process_leaves_no_half_result_and_nothing_is_done_twice(tmp_path: Path) -> None:
     items = make_items(tmp_path, c={"act": "die", "deaths": 1})
     script = (
-        f"import sys, json; sys.path.insert(0, {HERE!r})\n"
-        "from expunge import run_many; from test_manyruns import work\n"
+        f"import sys, json; sys.path.insert(0, {ROOT!r})\n"
+        "from expunge import run_many; from tests.jobs.test_many import work\n"
         "run_many(work, json.loads(sys.argv[1]), sys.argv[2])"
     )
     call = [sys.executable, "-c", script, json.dumps(items), str(tmp_path / "results")]
@@ -121,7 +121,7 @@ def test_what_fails_fails_alone_and_is_tried_by_the_next_call_only(tmp_path: Pat
     found = run_many(work, make_items(tmp_path, "a b c d e", **acts), tmp_path / "results")
     assert found["a"].error == "the seed of the shop is -1; it must be >= 0"
     assert found["b"].error.startswith("KeyError: 'b' (")
-    assert "test_manyruns.py, line " in found["b"].error
+    assert "test_many.py, line " in found["b"].error
     assert found["c"].error.startswith("SystemExit: 7 (")
     assert found["d"].error.startswith("its result is not plain data: ")
     assert list_names(tmp_path / "results") == ["e.json"]
@@ -266,7 +266,7 @@ def cluster():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | rays.QUIET | {"PYTHONPATH": HERE, "RAY_AUTH_MODE": "token"},
+        env=os.environ | rays.QUIET | {"PYTHONPATH": ROOT, "RAY_AUTH_MODE": "token"},
     )
     yield process.stdout.readline().strip()
     process.communicate()

@@ -118,15 +118,15 @@ def test_weak_and_unreleasable_runs_are_called_that() -> None:
 
 def test_same_input_same_bytes_in_any_process() -> None:
     script = (
-        "import sys, hashlib; sys.path.insert(0, 'tests')\n"
-        "import test_reporting as t\n"
+        "import sys, hashlib; sys.path += ['.', 'tests/helpers']\n"
+        "import tests.reports.test_page as t\n"
         "print(hashlib.sha256(t.render()[0].encode()).hexdigest())\n"
         "assert 'torch' not in sys.modules"
     )
     hashes = {
         subprocess.run(
             [sys.executable, "-c", script], capture_output=True, text=True, check=True,
-            cwd=Path(__file__).parents[1] / "helpers", env=os.environ | {"PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[2], env=os.environ | {"PYTHONHASHSEED": seed},
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip
