@@ -3,13 +3,18 @@
 Full words outside, the paper's letters inside (docs/notation.md):
 start_clip C0 · grad_clip C1 · model_clip C2 · learning_rate γ · weight_decay λ · noise_std σ ·
 start_noise_std σ0 · steps T. ``Π_C`` scales ``x - centre`` down to norm C; ``ξ ~ N(0, σ²I)``.
+
+A field is described once, by ``field(metadata=_say(kind, meaning))``. :func:`describe_fields` reads
+that: validation here, the certificate's wire format, options and job keys are all made from it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, fields
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,27 +23,103 @@ import numpy.typing as npt
 from expunge.errors import InputError
 
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
+Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "flag", "schedule"]
 MAX_STEPS = 2**53
 
 
 @dataclass(frozen=True)
-class OutputPerturbation:
+class Parameter:
+    """One field of a recipe: what it may be, and what it means in one sentence.
+
+    ``kind`` is one of: radius (a number ≥ 0, infinity for "not clipped"), nonnegative and positive
+    (finite numbers), fraction (in (0, 1]), whole (≥ 1), flag, schedule (a finite number ≥ 0, or
+    ``steps`` of them). ``optional``: None is allowed. ``default`` is None where ``required``.
+    """
+
+    name: str
+    kind: Kind
+    meaning: str
+    required: bool
+    default: float | bool | None
+    optional: bool
+
+
+def describe_fields(method: type[Recipe] | str) -> tuple[Parameter, ...]:
+    """The parameters of a method, in order, given its class or its name.
+
+    >>> describe_fields("output-perturbation")[1]
+    Parameter(name='noise_std', kind='nonnegative', meaning='Noise added to each coordinate, σ.', ...)
+    >>> [p.name for p in describe_fields(GradientClipping) if not p.required]
+    ['start_noise_std', 'model_clip']
+    """
+    return _describe(METHODS[method] if isinstance(method, str) else method)
+
+
+@functools.cache
+def _describe(kind: type[Recipe]) -> tuple[Parameter, ...]:
+    found: list[Parameter] = []
+    for f in fields(kind):
+        required = f.default is f.default_factory
+        default = None if required else cast(Any, f.default)
+        optional = not required and default is None
+        about = cast(Mapping[str, Any], f.metadata)
+        found.append(
+            Parameter(f.name, about["kind"], about["meaning"], required, default, optional)
+        )
+    return tuple(found)
+
+
+def _say(kind: Kind, meaning: str) -> Mapping[str, str]:
+    return MappingProxyType({"kind": kind, "meaning": meaning})
+
+
+_START_CLIP = _say("radius", "Radius the old model is clipped to before any noise, C0.")
+_MODEL_CLIP = _say("radius", "Radius the model is clipped to before each noise, C2.")
+_LEARNING_RATE = _say("schedule", "Learning rate of the noisy steps, γ.")
+_WEIGHT_DECAY = _say("nonnegative", "Pull towards the centre in the noisy steps, λ.")
+_STEPS = _say("whole", "Number of noisy steps, T.")
+_NOISE_STD = _say("schedule", "Noise added to each coordinate in each step, σ.")
+_START_NOISE_STD = _say("nonnegative", "Noise added to the clipped old model, σ0.")
+_ONE_NOISE = _say("nonnegative", "Noise added to each coordinate, σ.")
+_GROUP_SIZE = _say("whole", "How many examples may be forgotten, k.")
+_RATE = _say("positive", "Step size of full-batch descent, η.")
+_TRAIN_STEPS = _say("whole", "Steps on all data, T.")
+_RETAIN_STEPS = _say("whole", "Steps on the retained data, K.")
+_GRADIENT_BOUND = _say("nonnegative", "Largest gradient norm of one example's loss, G.")
+_SMOOTHNESS = _say("nonnegative", "Smoothness of one example's loss, L_f.")
+_STRONG_CONVEXITY = _say("nonnegative", "Strength of the quadratic term of the objective, m.")
+_EXAMPLES = _say("whole", "Number of training examples, n.")
+_CONVEX = _say("flag", "Whether each example's loss is convex.")
+
+
+class _Validated:
+    """Checks every field by its description, then the fields together."""
+
+    def __post_init__(self) -> None:
+        recipe = cast("Recipe", self)
+        described = describe_fields(type(recipe))
+        for parameter in sorted(described, key=lambda p: p.kind == "schedule"):
+            given = getattr(recipe, parameter.name)
+            if given is not None or not parameter.optional:
+                checked = _CHECKS[parameter.kind](parameter.name, given, recipe)
+                object.__setattr__(recipe, parameter.name, checked)
+        _check_together(recipe)
+
+
+@dataclass(frozen=True)
+class OutputPerturbation(_Validated):
     """x = Π_{C0}(x̂) + ξ. One Gaussian, then any fine-tuning on retained data.
 
     >>> OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
     OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
     """
 
-    start_clip: float
-    noise_std: float
-
-    def __post_init__(self) -> None:
-        _radius(self, "start_clip")
-        _nonnegative(self, "noise_std")
+    start_clip: float = field(metadata=_START_CLIP)
+    noise_std: float = field(metadata=_ONE_NOISE)
 
 
 @dataclass(frozen=True)
-class GradientClipping:
+class GradientClipping(_Validated):
     """x_0 = Π_{C0}(x̂) + N(0, σ0²I);  x_{t+1} = x_t - γ_t (Π_{C1}(g_t) + λ (x_t - c)) + ξ_t.
 
     ``g_t`` is the minibatch gradient on retained data, ``c`` the public centre, 0 ≤ γ_t λ < 1.
@@ -50,34 +131,18 @@ class GradientClipping:
     1
     """
 
-    start_clip: float
-    grad_clip: float
-    learning_rate: Schedule
-    weight_decay: float
-    steps: int
-    noise_std: Schedule
-    start_noise_std: float = 0.0
-    model_clip: float | None = None
-
-    def __post_init__(self) -> None:
-        _radius(self, "start_clip")
-        _radius(self, "grad_clip")
-        _nonnegative(self, "weight_decay")
-        _steps(self, "steps")
-        _schedule(self, "learning_rate")
-        _schedule(self, "noise_std")
-        _nonnegative(self, "start_noise_std")
-        if self.model_clip is not None:
-            _radius(self, "model_clip")
-        largest = float(np.max(self.learning_rate)) * self.weight_decay
-        if not largest < 1:
-            raise InputError(
-                f"learning_rate * weight_decay is {largest:g}; it must be below 1 at every step"
-            )
+    start_clip: float = field(metadata=_START_CLIP)
+    grad_clip: float = field(metadata=_say("radius", "Radius each gradient is clipped to, C1."))
+    learning_rate: Schedule = field(metadata=_LEARNING_RATE)
+    weight_decay: float = field(metadata=_WEIGHT_DECAY)
+    steps: int = field(metadata=_STEPS)
+    noise_std: Schedule = field(metadata=_NOISE_STD)
+    start_noise_std: float = field(default=0.0, metadata=_START_NOISE_STD)
+    model_clip: float | None = field(default=None, metadata=_MODEL_CLIP)
 
 
 @dataclass(frozen=True)
-class ModelClipping:
+class ModelClipping(_Validated):
     """x_0 = Π_{C0}(x̂) + N(0, σ0²I);  x_{t+1} = Π_{C2}(x_t - γ_t (g_t + λ (x_t - c))) + ξ_t.
 
     ``start_clip`` and ``start_noise_std`` are optional: without them x_0 is the old model itself.
@@ -87,61 +152,55 @@ class ModelClipping:
                   start_clip=None, start_noise_std=0.0)
     """
 
-    model_clip: float
-    learning_rate: Schedule
-    weight_decay: float
-    noise_std: Schedule
-    steps: int
-    start_clip: float | None = None
-    start_noise_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        _radius(self, "model_clip")
-        _nonnegative(self, "weight_decay")
-        _steps(self, "steps")
-        _schedule(self, "learning_rate")
-        _schedule(self, "noise_std")
-        _nonnegative(self, "start_noise_std")
-        if self.start_clip is not None:
-            _radius(self, "start_clip")
-        elif self.start_noise_std > 0:
-            raise InputError(
-                f"start_noise_std is {self.start_noise_std!r} without a start_clip; "
-                "give start_clip too, or leave start_noise_std at 0"
-            )
+    model_clip: float = field(metadata=_MODEL_CLIP)
+    learning_rate: Schedule = field(metadata=_LEARNING_RATE)
+    weight_decay: float = field(metadata=_WEIGHT_DECAY)
+    noise_std: Schedule = field(metadata=_NOISE_STD)
+    steps: int = field(metadata=_STEPS)
+    start_clip: float | None = field(default=None, metadata=_START_CLIP)
+    start_noise_std: float = field(default=0.0, metadata=_START_NOISE_STD)
 
 
 @dataclass(frozen=True)
-class Retraining:
+class Retraining(_Validated):
     """Train again on the retained data from a start that never saw the old model: (0, 0)."""
 
 
 @dataclass(frozen=True)
-class GroupDPSGD:
+class GroupDPSGD(_Validated):
     """DP-SGD on all data, Poisson sampled, and a forget set of ``group_size`` examples.
 
     Each step sums per-example gradients clipped to ``clip`` over a Poisson sample of rate
     ``sampling_rate`` and adds ``N(0, (noise_multiplier · clip)² I)``. Nothing is run on request.
     """
 
-    clip: float
-    noise_multiplier: float
-    sampling_rate: float
-    steps: int
-    group_size: int
-
-    def __post_init__(self) -> None:
-        _positive(self, "clip")
-        _nonnegative(self, "noise_multiplier")
-        _nonnegative(self, "sampling_rate")
-        if not 0 < self.sampling_rate <= 1:
-            raise InputError.of("sampling_rate", self.sampling_rate, "in (0, 1]")
-        _steps(self, "steps")
-        _steps(self, "group_size")
+    clip: float = field(metadata=_say("positive", "Norm each example's gradient is clipped to."))
+    noise_multiplier: float = field(
+        metadata=_say("nonnegative", "Noise of each step in units of the clip.")
+    )
+    sampling_rate: float = field(
+        metadata=_say("fraction", "Probability of each example to be in a step's sample.")
+    )
+    steps: int = field(metadata=_say("whole", "Number of DP-SGD steps, T."))
+    group_size: int = field(metadata=_GROUP_SIZE)
 
 
 @dataclass(frozen=True)
-class NoisyDescent:
+class _FullBatch(_Validated):
+    learning_rate: float = field(metadata=_RATE)
+    noise_std: float = field(metadata=_ONE_NOISE)
+    train_steps: int = field(metadata=_TRAIN_STEPS)
+    steps: int = field(metadata=_RETAIN_STEPS)
+    gradient_bound: float = field(metadata=_GRADIENT_BOUND)
+    smoothness: float = field(metadata=_SMOOTHNESS)
+    strong_convexity: float = field(metadata=_STRONG_CONVEXITY)
+    examples: int = field(metadata=_EXAMPLES)
+    group_size: int = field(metadata=_GROUP_SIZE)
+    convex: bool = field(default=True, metadata=_CONVEX)
+
+
+@dataclass(frozen=True)
+class NoisyDescent(_FullBatch):
     """Langevin-style: T noisy full-batch steps on all data, then K on the retained data.
 
     ``x ← x - η ∇F(x) + N(0, σ²I)`` from a public start, with ``F = (1/n) Σ f_i + (m/2)‖x‖²``,
@@ -151,51 +210,13 @@ class NoisyDescent:
     where they do.
     """
 
-    learning_rate: float
-    noise_std: float
-    train_steps: int
-    steps: int
-    gradient_bound: float
-    smoothness: float
-    strong_convexity: float
-    examples: int
-    group_size: int
-    convex: bool = True
-
-    def __post_init__(self) -> None:
-        _positive(self, "learning_rate")
-        _nonnegative(self, "noise_std")
-        _steps(self, "train_steps")
-        _steps(self, "steps")
-        _smooth_problem(self)
-
 
 @dataclass(frozen=True)
-class RewindToDelete:
+class RewindToDelete(_FullBatch):
     """T noiseless full-batch steps on all data, rewind K, redo on retained data, one Gaussian.
 
     Symbols and assumptions as in :class:`NoisyDescent`.
     """
-
-    learning_rate: float
-    noise_std: float
-    train_steps: int
-    steps: int
-    gradient_bound: float
-    smoothness: float
-    strong_convexity: float
-    examples: int
-    group_size: int
-    convex: bool = True
-
-    def __post_init__(self) -> None:
-        _positive(self, "learning_rate")
-        _nonnegative(self, "noise_std")
-        _steps(self, "train_steps")
-        _steps(self, "steps")
-        if self.steps > self.train_steps:
-            raise InputError.of("steps", self.steps, f"at most train_steps = {self.train_steps}")
-        _smooth_problem(self)
 
 
 Recipe = (
@@ -261,8 +282,8 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     if not isinstance(name, str) or name not in METHODS:
         raise InputError.of("method", name, "one of " + ", ".join(METHODS))
     kind = METHODS[name]
-    known = [field.name for field in fields(kind)]
-    required = [f.name for f in fields(kind) if f.default is f.default_factory]
+    known = [parameter.name for parameter in describe_fields(kind)]
+    required = [parameter.name for parameter in describe_fields(kind) if parameter.required]
     unknown = [key for key in given if key not in known]
     if unknown:
         raise InputError(
@@ -285,10 +306,6 @@ def schedule(value: Schedule, steps: int) -> npt.NDArray[np.float64]:
     return np.asarray(value, dtype=np.float64)
 
 
-def _set(recipe: object, field: str, value: object) -> None:
-    object.__setattr__(recipe, field, value)
-
-
 def _number(value: object) -> float | None:
     """A real number as float; None for anything else (booleans and strings included)."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
@@ -304,42 +321,35 @@ def _refuse(field: str, given: object, valid: str) -> InputError:
     return InputError.of(field, given.item() if isinstance(given, np.generic) else given, valid)
 
 
-def _checked(recipe: object, field: str, valid: str, holds: Any) -> None:
-    given = getattr(recipe, field)
-    number = _number(given)
-    if number is None or not holds(number):
-        raise _refuse(field, given, valid)
-    _set(recipe, field, number)
+def _check_number(valid: str, holds: Callable[[float], bool]) -> Callable[[str, Any, Any], float]:
+    def check(field: str, given: Any, _: Any) -> float:
+        number = _number(given)
+        if number is None or not holds(number):
+            raise _refuse(field, given, valid)
+        return number
+
+    return check
 
 
-def _radius(recipe: object, field: str) -> None:
-    """C ≥ 0; infinity means "not clipped" and certifies nothing."""
-    _checked(recipe, field, "a number >= 0", lambda x: x >= 0)
-
-
-def _nonnegative(recipe: object, field: str) -> None:
-    _checked(recipe, field, "a finite number >= 0", lambda x: 0 <= x < math.inf)
-
-
-def _positive(recipe: object, field: str) -> None:
-    _checked(recipe, field, "a finite number > 0", lambda x: 0 < x < math.inf)
-
-
-def _steps(recipe: object, field: str) -> None:
-    given = getattr(recipe, field)
+def _check_whole(field: str, given: Any, _: Any) -> int:
     number = _number(given)
     if number is None or not (1 <= number < math.inf and number == math.floor(number)):
         raise _refuse(field, given, "a whole number >= 1")
     if number > MAX_STEPS:
         raise _refuse(field, given, f"at most {MAX_STEPS}")
-    _set(recipe, field, int(number))
+    return int(number)
 
 
-def _schedule(recipe: Any, field: str) -> None:
+def _check_flag(field: str, given: Any, _: Any) -> bool:
+    if not isinstance(given, bool):
+        raise InputError.of(field, given, "true or false")
+    return given
+
+
+def _check_schedule(field: str, given: Any, recipe: Any) -> float | tuple[float, ...]:
     """A finite number ≥ 0, or a sequence of ``steps`` of them (kept as a tuple)."""
-    given = getattr(recipe, field)
     if _number(given) is not None:
-        return _nonnegative(recipe, field)
+        return cast(float, _CHECKS["nonnegative"](field, given, recipe))
     values = _as_array(given)
     if values is None and isinstance(given, list | tuple):
         elements = cast(Sequence[object], given)
@@ -359,7 +369,7 @@ def _schedule(recipe: Any, field: str) -> None:
     if len(bad):
         index = int(bad[0])
         raise InputError.of(f"{field}[{index}]", float(values[index]), "a finite number >= 0")
-    return _set(recipe, field, tuple(values.tolist()))
+    return tuple(values.tolist())
 
 
 def _as_array(given: object) -> npt.NDArray[np.float64] | None:
@@ -376,15 +386,38 @@ def _as_array(given: object) -> npt.NDArray[np.float64] | None:
     return values.astype(np.float64) if values.dtype.kind in "iuf" or values.size == 0 else None
 
 
-def _smooth_problem(recipe: NoisyDescent | RewindToDelete) -> None:
-    for field in ("gradient_bound", "smoothness", "strong_convexity"):
-        _nonnegative(recipe, field)
-    _steps(recipe, "examples")
-    _steps(recipe, "group_size")
-    if recipe.group_size >= recipe.examples:
-        raise InputError.of("group_size", recipe.group_size, f"below examples = {recipe.examples}")
-    if not isinstance(cast(object, recipe.convex), bool):
-        raise InputError.of("convex", recipe.convex, "true or false")
+_CHECKS: Mapping[Kind, Callable[[str, Any, Any], object]] = {
+    "radius": _check_number("a number >= 0", lambda x: x >= 0),
+    "nonnegative": _check_number("a finite number >= 0", lambda x: 0 <= x < math.inf),
+    "positive": _check_number("a finite number > 0", lambda x: 0 < x < math.inf),
+    "fraction": _check_number("in (0, 1]", lambda x: 0 < x <= 1),
+    "whole": _check_whole,
+    "flag": _check_flag,
+    "schedule": _check_schedule,
+}
+
+
+def _check_together(recipe: Recipe) -> None:
+    """What the fields of a recipe must be to each other."""
+    match recipe:
+        case GradientClipping(learning_rate=rates, weight_decay=decay):
+            largest = float(np.max(rates)) * decay
+            if not largest < 1:
+                raise InputError(
+                    f"learning_rate * weight_decay is {largest:g}; it must be below 1 at every step"
+                )
+        case ModelClipping(start_clip=None, start_noise_std=noise) if noise > 0:
+            raise InputError(
+                f"start_noise_std is {noise!r} without a start_clip; "
+                "give start_clip too, or leave start_noise_std at 0"
+            )
+        case RewindToDelete(steps=K, train_steps=T) if K > T:
+            raise InputError.of("steps", K, f"at most train_steps = {T}")
+        case NoisyDescent(group_size=k, examples=n) | RewindToDelete(group_size=k, examples=n):
+            if k >= n:
+                raise InputError.of("group_size", k, f"below examples = {n}")
+        case _:
+            pass
 
 
 ComparedTo = Literal["retrained", "centre"]
@@ -449,7 +482,6 @@ class Execution:
 IDEAL = Execution()
 
 DescentRecipe = NoisyDescent | RewindToDelete
-Kind = Literal["softmax-regression", "stated"]
 
 
 @dataclass(frozen=True)
@@ -461,7 +493,7 @@ class Problem:
     650
     """
 
-    kind: Kind
+    kind: Literal["softmax-regression", "stated"]
     feature_clip: float | None = None
     features: int | None = None
     classes: int | None = None

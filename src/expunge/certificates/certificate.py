@@ -22,12 +22,13 @@ from expunge import recipes
 from expunge.accounting.guarantee import MAX_EPSILON, check_delta, guarantee, log_delta
 from expunge.certificates.consistency import find_contradictions, summarise_schedule
 from expunge.certificates.identifiers import Commitment
-from expunge.certificates.record import RunRecord, decode, encode
+from expunge.certificates.record import RunRecord, encode
 from expunge.certificates.schema import SCHEMA_VERSION, CertificateWire
 from expunge.certificates.signing import sign_bytes
 from expunge.certificates.wording import (
     derive_scope,
     find_warnings,
+    read_recipe,
     write_model_card,
     write_statement,
 )
@@ -49,7 +50,7 @@ class Certificate(CertificateWire):
     @property
     def method(self) -> Recipe:
         """The recipe as the accountant takes it."""
-        return recipes.from_dict(decode(self.recipe.model_dump()))
+        return read_recipe(self)
 
     @property
     def execution(self) -> Execution:
@@ -150,7 +151,7 @@ def parse(data: bytes) -> Certificate:
         )
     try:
         certificate = Certificate.model_validate_json(data)
-        recipes.from_dict(decode(certificate.recipe.model_dump()))
+        read_recipe(certificate)
         if certificate.problem is not None:
             Problem(**certificate.problem.model_dump())
         rfc8785.dumps(certificate.model_dump(mode="json"))
@@ -293,6 +294,7 @@ def _describe_run(record: RunRecord, parent: Certificate | None) -> dict[str, An
     finetune = None if record.finetune is None else asdict(record.finetune)
     if finetune is not None and record.finetune is not None:
         finetune["data"] = _publish(record.finetune.data)
+        del finetune["checked"]
     return {
         "recipe": encode(recipes.to_dict(record.recipe)),
         "schedule": describe_schedule(record.recipe),

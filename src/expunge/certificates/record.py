@@ -15,10 +15,10 @@ import math
 import platform
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_type_hints
 
 import rfc8785
 
@@ -79,7 +79,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class FineTuning:
-    """Training on retained data after the last noise: post-processing, so it costs nothing."""
+    """Training on retained data after the last noise: post-processing, so it costs nothing.
+
+    ``checked``: the identifiers of its data were known, and none of them is of the forget set.
+    """
 
     optimizer: str
     epochs: float
@@ -89,6 +92,7 @@ class FineTuning:
     schedule: str
     gradient_evaluations: int
     data: Commitment | None = None
+    checked: bool = False
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "gradient_evaluations"):
@@ -96,6 +100,27 @@ class FineTuning:
         for name in ("epochs", "learning_rate"):
             check_real(name, getattr(self, name))
             object.__setattr__(self, name, float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class PublicTensors:
+    """The tensors of a release that are not certified, by name, and why they are public.
+
+    ``compared``: each is bit for bit the tensor of that name in ``source`` (a file, or words for
+    what was given); otherwise the operator declared them public and nothing was compared.
+    ``hash`` is the tree hash of these tensors as they are released.
+    """
+
+    names: tuple[str, ...]
+    compared: bool
+    source: str
+    hash: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(self.names))
+        if not self.names:
+            raise InputError.of("public.names", self.names, "the names of one tensor or more")
+        check_digest("public.hash", self.hash)
 
 
 @dataclass(frozen=True)
@@ -107,8 +132,10 @@ class RunRecord:
     ``generator``, ``releasable``, ``seed``) and ``noise_keys`` how many keys it used (one, plus one
     per resume). Weights are hashed by :func:`expunge.certificates.hashing.hash_tensors`: ``weights_before`` all
     tensors of the old model, ``weights_noisy`` all tensors right after the last noise,
-    ``weights_after`` all tensors of the released file. ``frozen`` and ``centre`` are the public
-    ones. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model",
+    ``weights_after`` all tensors of the released file, ``centre`` those of the centre; ``public``
+    are the ones that are not certified (``frozen`` and ``frozen_names`` in records of before
+    version 0.2). ``checked``: the identifiers of forget and retained data were known, as many as
+    there are data, and have none in common. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model",
     "centre" for the control that never saw the old model, or "fresh" for a run from a start that
     saw no data (``initialisation`` says which). ``problem`` says where the constants of full-batch
     descent come from; ``processes`` how several worked together, None for one.
@@ -150,6 +177,8 @@ class RunRecord:
     resumed: int = 0
     parent: str | None = None
     processes: Mapping[str, Any] | None = None
+    public: PublicTensors | None = None
+    checked: bool = False
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     nonce: str = field(default_factory=lambda: secrets.token_hex(32))
 
@@ -178,42 +207,32 @@ class RunRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; infinity is written as the string "inf"."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain["recipe"] = recipes.to_dict(self.recipe)
-        plain["trace"] = {f.name: getattr(self.trace, f.name) for f in fields(self.trace)}
-        if self.processes is None:  # as in the records of before there could be several
-            del plain["processes"]
-        for name in ("execution", "forget", "retain", "finetune", "problem"):
-            plain[name] = None if plain[name] is None else asdict(plain[name])
-        return {"format": FORMAT} | cast(dict[str, Any], encode(plain))
+        return {"format": FORMAT} | cast(dict[str, Any], encode(self))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunRecord:
         """The record that ``to_dict`` described; anything else is a :class:`CertificateError`."""
         if data.get("format") != FORMAT:
             raise CertificateError(f"format is {data.get('format')!r}; it must be {FORMAT!r}")
-        plain = {k: v for k, v in data.items() if k != "format"}
         try:
-            plain["recipe"] = recipes.from_dict(cast(Any, decode(plain["recipe"])))
-            plain["execution"] = Execution(**plain["execution"])
-            plain["trace"] = Trace(**plain["trace"])
-            plain["forget"] = commitment_from(plain["forget"])
-            plain["retain"] = commitment_from(plain["retain"])
-            plain["finetune"] = finetuning_from(plain["finetune"])
-            if plain["problem"] is not None:
-                plain["problem"] = Problem(**plain["problem"])
-            plain["noise"] = {k: _whole(v) if k == "seed" else v for k, v in plain["noise"].items()}
-            return cls(**plain)
+            return _rebuild(cls, {k: v for k, v in data.items() if k != "format"})
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CertificateError(f"not a usable record: {error}") from error
 
+    def to_bytes(self) -> bytes:
+        """The canonical JSON (RFC 8785)."""
+        try:
+            return rfc8785.dumps(self.to_dict())
+        except (rfc8785.CanonicalizationError, UnicodeError) as error:
+            raise CertificateError(f"not a usable record: {error}") from None
+
     def digest(self) -> str:
         """SHA-256 of the canonical JSON: what a certificate binds; hiding while this is secret."""
-        return hashlib.sha256(rfc8785.dumps(self.to_dict())).hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write canonical JSON; the file is either complete or not there."""
-        write_atomic(path, rfc8785.dumps(self.to_dict()))
+        write_atomic(path, self.to_bytes())
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
@@ -228,21 +247,16 @@ class RunRecord:
         return cls.from_dict(cast(dict[str, Any], data))
 
 
-def commitment_from(data: Mapping[str, Any] | None) -> Commitment | None:
-    """The commitment that ``asdict`` described."""
-    return None if data is None else Commitment(**data)
-
-
-def finetuning_from(data: Mapping[str, Any] | None) -> FineTuning | None:
-    """The fine-tuning that ``asdict`` described."""
-    if data is None:
-        return None
-    given: dict[str, Any] = {**data, "data": commitment_from(data["data"])}
-    return FineTuning(**given)
+# Fields that records of before version 0.2 do not have are left out where they say nothing.
+_LATER = ("processes", "public", "checked", "samples")
 
 
 def encode(value: object) -> object:
-    """Plain data in which JSON can say everything: inf and integers from 2**53 become strings."""
+    """Plain data in which JSON can say everything: inf and integers from 2**53 become strings.
+
+    >>> encode({"radius": math.inf, "seed": 2**60})
+    {'radius': 'inf', 'seed': '1152921504606846976'}
+    """
     match value:
         case bool() | str() | None:
             return value
@@ -255,6 +269,11 @@ def encode(value: object) -> object:
             return {key: encode(item) for key, item in items}
         case Sequence():
             return [encode(item) for item in cast(Sequence[object], value)]
+        case _ if type(value) in recipes.METHODS.values():
+            return encode(recipes.to_dict(cast(Recipe, value)))
+        case _ if is_dataclass(value):
+            given = {f.name: getattr(value, f.name) for f in fields(value)}
+            return {k: encode(v) for k, v in given.items() if v or k not in _LATER}
         case _:
             raise InputError.of("value", value, "plain data: numbers, strings, lists, mappings")
 
@@ -264,16 +283,41 @@ def decode(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: math.inf if value == "inf" else value for key, value in data.items()}
 
 
-def _whole(value: object) -> object:
-    return int(value) if isinstance(value, str) else value
+def _rebuild(kind: type[Any], data: Mapping[str, Any]) -> Any:
+    """Undo ``encode`` in a dataclass, by the types of its fields."""
+    hints = _read_hints(kind)
+    return kind(**{name: _read(name, hints.get(name), value) for name, value in data.items()})
+
+
+def _read(name: str, hint: Any, value: Any) -> Any:
+    if name == "recipe":
+        return recipes.from_dict(decode(value))
+    if name == "noise":
+        return value | {"seed": int(value["seed"])} if value.get("seed") else value
+    parts = [part for part in get_args(hint) if is_dataclass(part)]
+    if is_dataclass(hint) or (parts and value is not None):
+        return _rebuild(cast(type[Any], hint if is_dataclass(hint) else parts[0]), value)
+    if hint in (str, bool) and type(value) is not hint:
+        raise InputError.of(name, value, "text" if hint is str else "true or false")
+    return value
+
+
+@functools.cache
+def _read_hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """What ``unlearn`` returns: a new module, and the record of what ran."""
+    """What ``unlearn`` returns: a new module, and the record of what ran.
+
+    ``forgotten`` are the identifiers that must not come back, as text; they are kept in memory,
+    for the check of what is fine-tuned on, and never written. None: they are not known.
+    """
 
     model: nn.Module
     record: RunRecord
+    forgotten: frozenset[str] | None = None
 
 
 def list_versions() -> dict[str, str]:

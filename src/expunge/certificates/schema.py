@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from expunge.recipes import METHODS, Kind, Recipe, describe_fields
 
 SCHEMA_VERSION = 1
 SCHEMA_PATH = Path(__file__).parent / "certificate-1.json"
@@ -30,81 +32,39 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class OutputPerturbationWire(Wire):
-    method: Literal["output-perturbation"]
-    start_clip: Radius
-    noise_std: Real
+class RecipeWire(Wire):
+    method: str
 
 
-class GradientClippingWire(Wire):
-    method: Literal["gradient-clipping"]
-    start_clip: Radius
-    grad_clip: Radius
-    learning_rate: Steps
-    weight_decay: Real
-    steps: Positive
-    noise_std: Steps
-    start_noise_std: Real
-    model_clip: Radius | None
+_FIELDS: dict[Kind, Any] = {
+    "radius": Radius,
+    "nonnegative": Real,
+    "positive": Annotated[float, Field(gt=0)],
+    "fraction": Annotated[float, Field(gt=0, le=1)],
+    "whole": Positive,
+    "flag": bool,
+    "schedule": Steps,
+}
 
 
-class ModelClippingWire(Wire):
-    method: Literal["model-clipping"]
-    model_clip: Radius
-    learning_rate: Steps
-    weight_decay: Real
-    noise_std: Steps
-    steps: Positive
-    start_clip: Radius | None
-    start_noise_std: Real
+def _describe_recipe(method: str, kind: type[Recipe]) -> type[RecipeWire]:
+    """The wire format of one method, from the description of its fields."""
+    given = {
+        p.name: (_FIELDS[p.kind] | None if p.optional else _FIELDS[p.kind], ...)
+        for p in describe_fields(kind)
+    }
+    name = f"{kind.__name__}Wire"
+    fields: dict[str, Any] = {"method": (Literal[method], ...)} | given
+    return create_model(name, __base__=RecipeWire, **fields)
 
 
-class RetrainingWire(Wire):
-    method: Literal["retraining"]
-
-
-class GroupDPSGDWire(Wire):
-    method: Literal["group-dp-sgd"]
-    clip: Annotated[float, Field(gt=0)]
-    noise_multiplier: Real
-    sampling_rate: Annotated[float, Field(gt=0, le=1)]
-    steps: Positive
-    group_size: Positive
-
-
-class _FullBatchWire(Wire):
-    """``gradient_bound``, ``smoothness`` and ``convex`` are what ``problem`` says they rest on."""
-
-    learning_rate: Annotated[float, Field(gt=0)]
-    noise_std: Real
-    train_steps: Positive
-    steps: Positive
-    gradient_bound: Real
-    smoothness: Real
-    strong_convexity: Real
-    examples: Positive
-    group_size: Positive
-    convex: bool
-
-
-class NoisyDescentWire(_FullBatchWire):
-    method: Literal["noisy-descent"]
-
-
-class RewindToDeleteWire(_FullBatchWire):
-    method: Literal["rewind-to-delete"]
-
-
-RecipeWire = Annotated[
-    OutputPerturbationWire
-    | GradientClippingWire
-    | ModelClippingWire
-    | RetrainingWire
-    | GroupDPSGDWire
-    | NoisyDescentWire
-    | RewindToDeleteWire,
-    Field(discriminator="method"),
-]
+if TYPE_CHECKING:
+    AnyRecipeWire = RecipeWire
+else:
+    AnyRecipeWire = Annotated[
+        Union[tuple(_describe_recipe(*item) for item in METHODS.items())],  # noqa: UP007
+        Field(discriminator="method"),
+    ]
 
 
 class ProblemWire(Wire):
@@ -222,7 +182,7 @@ class CertificateWire(Wire):
     releasable: bool
     warnings: tuple[str, ...]
     scope: ScopeWire
-    recipe: RecipeWire
+    recipe: AnyRecipeWire
     schedule: tuple[StepsWire, ...]
     parameters: Positive
     start: Literal["model", "centre", "fresh"]
