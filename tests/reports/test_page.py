@@ -14,9 +14,11 @@ import mpmath
 import pytest
 
 from expunge.certificates.certificate import Certificate, certify
+from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import generate_key_pair
+from expunge.certificates.wording import METHOD_WORDS
 from expunge.errors import InputError, VerificationError
-from expunge.recipes import Execution, GradientClipping
+from expunge.recipes import METHODS, Execution, GradientClipping
 from expunge.reports.page import TEMPLATES, render_report
 from expunge.reports.tables import format_exact
 from handmade import GRADIENT, MODEL, OUTPUT, PARAMETERS, RECIPES, make_record, make_trace
@@ -38,6 +40,25 @@ def test_the_page_is_sound_html(name: str, public: bool, metrics: Any) -> None:
     page = Page(render_report(record, certificate, metrics, public=public))
     assert page.problems == []
     assert page.tags["table"] >= 6
+
+
+BEFORE = Path(__file__).parents[1] / "data" / "before"
+
+
+@pytest.mark.parametrize("public", [False, True])
+@pytest.mark.parametrize("folder", sorted(path.name for path in BEFORE.iterdir()))
+def test_every_method_has_its_words(folder: str, public: bool) -> None:
+    """Certificates and records as an earlier version wrote them, of all methods."""
+    record = RunRecord.load(BEFORE / folder / "record.json")
+    certificate = Certificate.load(BEFORE / folder / "certificate.json")
+    page = Page(render_report(record, certificate, public=public))
+    assert page.problems == []
+    assert METHOD_WORDS[certificate.recipe.method] in page.text
+
+
+def test_the_earlier_certificates_are_of_all_methods() -> None:
+    found = {Certificate.load(path / "certificate.json").recipe.method for path in BEFORE.iterdir()}
+    assert found == METHODS.keys() == METHOD_WORDS.keys()
 
 
 def test_the_checker_finds_what_is_wrong() -> None:
@@ -315,7 +336,7 @@ def test_long_runs_make_light_pages() -> None:
 
 def read_colours() -> list[dict[str, str]]:
     """The page's colours, light and dark."""
-    css = (TEMPLATES / "report.css").read_text(encoding="utf-8")
+    css = (TEMPLATES / "charts.css").read_text(encoding="utf-8")
     blocks = re.findall(r":root \{([^}]*)\}", css)
     found = [dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6})", block)) for block in blocks]
     assert [sorted(colours) for colours in found] == [sorted(found[0])] * 2

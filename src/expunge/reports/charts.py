@@ -19,7 +19,7 @@ from expunge.errors import InputError
 from expunge.files import write_atomic
 
 Scale = Literal["linear", "log10", "percent"]
-Mark = Literal["line", "points", "level"]
+Mark = Literal["line", "curve", "points", "level"]
 
 WIDTH, HEIGHT = 520.0, 340.0
 LEFT, RIGHT, BOTTOM = 62.0, 16.0, 50.0
@@ -46,7 +46,8 @@ class Axis:
 
 @dataclass(frozen=True)
 class Series:
-    """Points in order; None in ``y`` is a gap. A ``level`` is a dashed line with no markers."""
+    """Points in order; None in ``y`` is a gap. A ``line`` of few points marks each of them; a
+    ``curve`` marks none, nor does a ``level``, which is dashed."""
 
     name: str
     x: tuple[float, ...]

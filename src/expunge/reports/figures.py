@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -104,18 +105,16 @@ def chart_trade_off(
     if isinstance(recipe, Retraining) or claim.delta == 0:
         return None
     top = max([2 * bound.epsilon for _, bound in sides] + [0.1])
-    grid = [top * n / (CURVE_POINTS - 1) for n in range(CURVE_POINTS)]
-    least = _find_least(claim)
     series: list[Series] = []
     words: list[str] = []
     for side, bound in sides:
-        powers = list_powers([log_delta_at(claim, recipe, execution, side, e) for e in grid])
-        series.append(_cut_curve(SIDES[side], grid, powers, least))
+        curve = partial(log_delta_at, claim, recipe, execution, side)
+        line = _draw_side(SIDES[side], curve, top, _find_least(claim))
+        series += [] if line is None else [line]
         words.append(
-            f"{SIDES[side].capitalize()}, delta is {_power(powers[0])} at epsilon 0 and reaches "
-            f"{round_up(bound.delta, 3)} at epsilon {round_up(bound.epsilon, 4)}."
+            f"{SIDES[side].capitalize()}, delta is {_power(curve(0.0) / math.log(10))} at epsilon "
+            f"0 and reaches {round_up(bound.delta, 3)} at epsilon {round_up(bound.epsilon, 4)}."
         )
-    series = [one for one in series if one.x]
     if not series:
         return None
     name = f"certified: ε = {round_up(claim.epsilon, 4)}, δ = {round_up(claim.delta, 3)}"
@@ -189,15 +188,24 @@ def list_powers(logs: Sequence[float]) -> list[float]:
     return np.round(np.minimum.accumulate(np.asarray(logs) / math.log(10)), 12).tolist()
 
 
-def _cut_curve(name: str, x: Sequence[float], powers: Sequence[float], least: float) -> Series:
-    """The line down to ``least``, where it leaves the picture between two of its points."""
-    inside = sum(power >= least for power in powers)
-    places, values = list(x[:inside]), list(powers[:inside])
-    if 0 < inside < len(powers):
-        share = (powers[inside - 1] - least) / (powers[inside - 1] - powers[inside])
-        places.append(x[inside - 1] + share * (x[inside] - x[inside - 1]))
-        values.append(least)
-    return Series(name, tuple(places), tuple(values))
+def _draw_side(
+    name: str, log_delta_of: Callable[[float], float], top: float, least: float
+) -> Series | None:
+    """δ from ε = 0 to ``top``, or to where it is below 10^``least``; None if it is so at once."""
+
+    def is_visible(epsilon: float) -> bool:
+        return log_delta_of(epsilon) >= least * math.log(10)
+
+    if not is_visible(0.0):
+        return None
+    low, high = 0.0, top
+    while not is_visible(high) and high - low > 1e-3 * high > 1e-9 * top:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_visible(middle) else (low, middle)
+    grid = [high * n / (CURVE_POINTS - 1) for n in range(CURVE_POINTS)]
+    powers = list_powers([log_delta_of(epsilon) for epsilon in grid])
+    shown = sum(power >= least for power in powers)
+    return Series(name, tuple(grid[:shown]), tuple(powers[:shown]), "curve")
 
 
 def chart_trace(trace: Trace, grad_clip: float | None) -> Chart | None:
@@ -332,7 +340,7 @@ def _chart_group(number: int, x_label: str, y_label: str, members: Sequence[Curv
             f"{max(known):.4g}."
         )
     title = f"{y_label or 'value'} against {x_label or 'position'}"
-    if len(members) == 1:
+    if len(members) == 1 and members[0].name != y_label:
         title = f"{members[0].name}: {title}"
     return Chart(
         f"curve-{number}",

@@ -11,26 +11,10 @@ from typing import Any, NamedTuple, cast
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import Trace
 from expunge.errors import InputError
+from expunge.recipes import describe_fields
 from expunge.reports.metrics import CENTRE, OLD, RETRAINING, STAGES, Arm, Metrics, Stage
 
 MOST_ROWS = 200
-_MEANINGS = {
-    "start_clip": ("C0", "the start is scaled down to this distance from the centre"),
-    "grad_clip": ("C1", "every minibatch gradient is scaled down to this norm"),
-    "model_clip": ("C2", "the model is scaled down to this distance before every noise"),
-    "learning_rate": ("γ", "step size of the noisy steps"),
-    "weight_decay": ("λ", "pull towards the centre in every noisy step"),
-    "steps": ("T", "number of noisy steps"),
-    "noise_std": ("σ", "noise added to every parameter in every noisy step"),
-    "start_noise_std": ("σ0", "noise added to the start"),
-    "train_steps": ("T", "full-batch steps of the training"),
-    "gradient_bound": ("G", "bound on the gradient of every example's loss"),
-    "smoothness": ("L", "how fast the gradient of an example's loss may change"),
-    "strong_convexity": ("m", "weight of the quadratic term"),
-    "examples": ("n", "examples in the training"),
-    "group_size": ("k", "examples to forget"),
-    "convex": ("", "whether the loss of every example is convex"),
-}
 
 
 class Fact(NamedTuple):
@@ -116,14 +100,14 @@ def describe_items(items: Mapping[str, object]) -> list[Fact]:
 
 
 def describe_recipe(certificate: Certificate) -> list[Fact]:
-    """Every parameter by its name, with its letter and what it does."""
-    rows: list[Fact] = []
-    for name, value in certificate.recipe.model_dump().items():
-        if name != "method":
-            letter, meaning = _MEANINGS.get(name, ("", ""))
-            shown = "not used" if value is None else format_exact(value)
-            rows.append(Fact(f"{name} ({letter})" if letter else name, shown, meaning))
-    return rows
+    """Every parameter by its name, with what it means."""
+    given = certificate.recipe.model_dump()
+    return [
+        Fact(
+            p.name, "not used" if given[p.name] is None else format_exact(given[p.name]), p.meaning
+        )
+        for p in describe_fields(certificate.recipe.method)
+    ]
 
 
 def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
