@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -147,11 +148,20 @@ def test_bad_forget_sets_are_one_sentence(choice, sentence: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_samples_that_share_an_identifier_are_refused() -> None:
+def test_all_samples_of_an_identifier_are_forgotten() -> None:
     samples = make_samples(4)
-    twice = Samples(samples.inputs, samples.targets, samples.ids[[0, 1, 1, 3]])
-    with pytest.raises(InputError, match="two samples share the identifier 'toy/train/00001'"):
-        split_forget(twice, ids=["toy/train/00001"])
+    shared = Samples(samples.inputs, samples.targets, samples.ids[[0, 1, 1, 3]])
+    retain, forget = split_forget(shared, ids=["toy/train/00001"])
+    assert forget.targets.tolist() == [1, 2]
+    assert retain.targets.tolist() == [0, 3]
+    with pytest.raises(InputError, match="'toy/train/00001' stands on samples that are kept and"):
+        split_forget(shared, classes=[2])
+
+
+def test_the_digits_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(InputError, match=r"pip install 'expunge\[torch\]'"):
+        digits.load()
 
 
 def test_bad_files_of_identifiers(tmp_path: Path) -> None:

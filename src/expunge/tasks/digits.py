@@ -12,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from expunge.errors import InputError
 from expunge.tasks.samples import Samples, Task, number_ids, split_validation
 
 TEST_SEED = 1_797
@@ -27,8 +28,10 @@ def load(*, validation: int = 200, test: int = 297) -> Task:
     >>> str(task.train.ids[0])
     'digits/00000'
     """
-    from sklearn.datasets import load_digits
-
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise InputError("scikit-learn is not installed; pip install 'expunge[torch]'") from error
     bunch = cast(Any, load_digits())
     images: Any = np.asarray(bunch.images).astype(np.uint8)
     everything = Samples(

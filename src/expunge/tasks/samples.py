@@ -145,9 +145,9 @@ def split_forget(
 ) -> tuple[Samples, Samples]:
     """(retain, forget): disjoint, together all samples, each in the original order.
 
-    What is forgotten is a seeded ``fraction`` (0.1 unless told), or the samples with these ``ids``
-    (``read_ids`` reads them from a file), or all samples of these ``classes``. With one seed a
-    larger fraction contains the smaller one.
+    What is forgotten is a seeded ``fraction`` (0.1 unless told), or all samples with these ``ids``
+    (one identifier may stand on many), or all samples of these ``classes``. With one seed a larger
+    fraction contains the smaller one.
 
     >>> samples = Samples(torch.zeros(10, 4), torch.arange(10) % 2, number_ids("a/", np.arange(10)))
     >>> retain, forget = split_forget(samples, ids=["a/00003"])
@@ -174,6 +174,7 @@ def split_forget(
         raise InputError(
             f"the forget set holds all {len(samples)} samples; at least one must be retained"
         )
+    _check_apart(samples.ids, chosen)
     return samples.take(np.flatnonzero(~chosen)), samples.take(np.flatnonzero(chosen))
 
 
@@ -205,7 +206,7 @@ def _mark_fraction(total: int, fraction: float, seed: int) -> npt.NDArray[np.boo
 
 def _mark_ids(samples: Samples, ids: Iterable[str]) -> npt.NDArray[np.bool_]:
     if isinstance(ids, str):
-        raise InputError.of("ids", ids, "a list of identifiers (read_ids reads one from a file)")
+        raise InputError.of("ids", ids, "a list of identifiers")
     names = list(ids)
     for name in names:
         if not isinstance(cast(object, name), str) or "\0" in name:
@@ -215,7 +216,6 @@ def _mark_ids(samples: Samples, ids: Iterable[str]) -> npt.NDArray[np.bool_]:
         raise InputError(
             f"ids names {str(wanted[counts > 1][0])!r} more than once; each may be named once"
         )
-    _require_unique(samples.ids)
     unknown = wanted[~np.isin(wanted, samples.ids)]
     if len(unknown):
         raise InputError(
@@ -240,9 +240,11 @@ def _mark_classes(samples: Samples, classes: Iterable[int]) -> npt.NDArray[np.bo
     return np.isin(targets, wanted)
 
 
-def _require_unique(ids: Ids) -> None:
+def _check_apart(ids: Ids, chosen: npt.NDArray[np.bool_]) -> None:
     """A sample that stays under a forgotten identifier would void the certificate."""
-    unique, counts = np.unique(ids, return_counts=True)
-    if len(unique) != len(ids):
-        name = str(unique[counts > 1][0])
-        raise InputError(f"two samples share the identifier {name!r}; each must have its own")
+    both = np.intersect1d(ids[chosen], ids[~chosen])
+    if len(both):
+        raise InputError(
+            f"the identifier {str(both[0])!r} stands on samples that are kept and on samples that "
+            "are forgotten; name it in ids, then all of its samples go"
+        )
