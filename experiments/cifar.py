@@ -17,11 +17,8 @@ import torch
 
 from download import data_folder, fetch, unpack
 from expunge.errors import InputError
-from expunge.jobs.data import read_ids
-from expunge.tasks.samples import Samples, Task, number_ids, split_forget, split_validation
+from expunge.tasks.samples import Samples, Task, number_ids, split_validation
 from readers import Bytes, check_labels, read_cifar_binary, read_cifar_pickle
-
-__all__ = ["load", "read_ids", "split_forget"]
 
 _PLACE = "https://www.cs.toronto.edu/~kriz/"
 _CIFAR10 = "airplane automobile bird cat deer dog frog horse ship truck"

@@ -16,11 +16,8 @@ import torch
 
 from download import data_folder, fetch
 from expunge.errors import InputError
-from expunge.jobs.data import read_ids
-from expunge.tasks.samples import Samples, Task, number_ids, split_forget, split_validation
+from expunge.tasks.samples import Samples, Task, number_ids, split_validation
 from readers import check_labels, read_idx
-
-__all__ = ["load", "read_ids", "split_forget"]
 
 
 @dataclass(frozen=True)

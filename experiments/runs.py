@@ -254,7 +254,6 @@ def make_start(
         noise=SeededNoise(case.seed),
         start="centre" if case.arm.version == "centre" else "model",
         forget_ids=forget.ids if certified else None,
-        compile=False,
     )
 
 
