@@ -13,7 +13,7 @@ demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships 
 	$(BIN)/expunge demo --out runs/demo
 
 test: $(VENV)/.development  ## every core path and doctest, warnings as errors
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow" $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not slow" $(TESTS)
 
 test-slow: $(VENV)/.development  ## real compilers, clusters, browsers, killed processes, real data
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m slow $(TESTS)

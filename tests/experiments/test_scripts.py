@@ -54,6 +54,7 @@ def read_runs(folder: Path, task: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_no_run_is_run_twice(smoke: Path) -> None:
     keys = [entry["key"] for entry in read_runs(smoke, "digits")]
     assert len(keys) == len(set(keys)) > 60
@@ -62,6 +63,7 @@ def test_no_run_is_run_twice(smoke: Path) -> None:
     assert (smoke / "runs" / "digits.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_crash_costs_one_run(smoke: Path, tmp_path: Path) -> None:
     copied = tmp_path / "results"
     shutil.copytree(smoke, copied)
@@ -76,6 +78,7 @@ def test_a_crash_costs_one_run(smoke: Path, tmp_path: Path) -> None:
     assert ended["test"] == lost["test"]
 
 
+@pytest.mark.slow
 def test_the_same_runs_on_ray(smoke: Path, tmp_path: Path) -> None:
     options = ["--smoke", "--budgets", "1", "--seeds", "1", "--ray", "--out", str(tmp_path)]
     shutil.copytree(smoke / "models", tmp_path / "models")
@@ -86,6 +89,7 @@ def test_the_same_runs_on_ray(smoke: Path, tmp_path: Path) -> None:
     assert found == {key: plain[key] for key in found}
 
 
+@pytest.mark.slow
 def test_every_figure_and_table_is_drawn(smoke: Path) -> None:
     for name in ("figure_budget_digits", "figure_epsilon_digits", "figure_convergence_digits"):
         assert (smoke / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
@@ -93,6 +97,7 @@ def test_every_figure_and_table_is_drawn(smoke: Path) -> None:
     assert "> 2" in (smoke / "table_target_accuracy_digits.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_certified_runs_carry_certificates_that_hold(smoke: Path) -> None:
     folder = smoke / "certificates" / "digits"
     kept = sorted(folder.glob("*.safetensors"))
@@ -105,6 +110,7 @@ def test_certified_runs_carry_certificates_that_hold(smoke: Path) -> None:
         verify(wrong, kept[1])
 
 
+@pytest.mark.slow
 def test_versions_are_what_they_say(smoke: Path) -> None:
     entries = read_runs(smoke, "digits")
     clipped = [e for e in entries if e["method"] == "gradient-clipping" and e["epsilon"] == 1]

@@ -97,6 +97,7 @@ def kill_in(path: Path, number: int) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_twenty_jobs_on_ray_with_a_worker_killed_give_twenty_certificates_none_twice(
     tmp_path: Path,
 ) -> None:
@@ -120,6 +121,7 @@ def test_twenty_jobs_on_ray_with_a_worker_killed_give_twenty_certificates_none_t
     assert check_runs(paths) == digests
 
 
+@pytest.mark.slow
 def test_the_command_on_ray_gives_each_job_a_process_of_its_own(tmp_path: Path) -> None:
     paths = write_jobs(tmp_path, 2)
     bad = write_job(tmp_path / "torn", data={"load": "own.py:load_torn"}, evaluation={"sets": []})

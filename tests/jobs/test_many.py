@@ -218,6 +218,7 @@ def test_progress_is_plain_lines_on_stderr_and_only_if_wanted(tmp_path: Path, ca
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.slow
 def test_on_ray_a_worker_that_dies_is_replaced_and_nothing_else_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
 ) -> None:
@@ -272,6 +273,7 @@ def cluster():
     process.communicate()
 
 
+@pytest.mark.slow
 def test_on_a_cluster_by_address_ctrl_c_stops_what_runs_and_keeps_what_is_done(
     tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +316,7 @@ def test_a_task_that_nothing_here_can_hold_is_refused_instead_of_waiting(monkeyp
             rays._check_resources(Small, [Task("a", 1), task])
 
 
+@pytest.mark.slow
 def test_a_cluster_that_asks_for_its_token_says_so(
     cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +331,7 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         rays.check_address(address)
 
 
+@pytest.mark.slow
 def test_an_address_that_does_not_answer_is_refused_in_bounded_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

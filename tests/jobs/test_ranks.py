@@ -56,6 +56,7 @@ def test_mixed_versions_and_sizes_that_do_not_divide_are_refused(tmp_path):
     check_nothing_written(job.parent)
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_asked_to_stop_stops_all_and_the_run_can_be_resumed(tmp_path):
     job = write_job(tmp_path, method={"steps": 1000}, finetune={"epochs": 1})
     ranks = start_ranks(2, [*UNLEARN, str(job)], STEP_SECONDS="0.01")
@@ -87,6 +88,7 @@ def wait_for_a_step(folder: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_stops_the_run_without_a_certificate(tmp_path):
     job = write_job(
         tmp_path, method={"steps": 2000}, processes={"timeout_seconds": 5.0, "check_every": 10}
@@ -110,6 +112,7 @@ def test_a_rank_that_hangs_stops_the_run_without_a_certificate(tmp_path):
 @pytest.mark.parametrize(
     ("kills", "shard", "last"), [(6, False, 2), (4, True, 5)], ids=["whole", "sharded"]
 )
+@pytest.mark.slow
 def test_killed_at_random_moments_it_leaves_a_valid_certificate_or_none(
     tmp_path, kills, shard, last
 ):
@@ -135,6 +138,7 @@ def test_killed_at_random_moments_it_leaves_a_valid_certificate_or_none(
     check_finished(tmp_path, kills, last, shard)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_what_was_killed(tmp_path):
     job = write_job(
         tmp_path,
@@ -157,6 +161,7 @@ def test_torchrun_restarts_what_was_killed(tmp_path):
     check_finished(tmp_path, 1, 2, shard=False)
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_by_as_many_as_began_it_one_or_several(tmp_path):
     check_kind(tmp_path, None)
     (tmp_path / "checkpoint").mkdir()

@@ -40,6 +40,7 @@ def go(recipe, path, *, stop=None, model=None, noise=None, **options):
     )
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_it_gives_the_same_run_and_a_valid_certificate(tmp_path):
     here = Path(__file__).parents[1] / "helpers"
     done = subprocess.run(

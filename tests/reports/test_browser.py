@@ -13,10 +13,13 @@ from expunge.certificates.verification import verify
 from expunge.reports.page import write_report
 from report_run import launch_chromium, make_real_run
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("chromium") is None,
-    reason="no chromium is installed; .ci/run installs it (apt-get install chromium)",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("chromium") is None,
+        reason="no chromium is installed; .ci/run installs it (apt-get install chromium)",
+    ),
+]
 # What chromium asks for on its own account; the resolver is cut off, so none of it leaves.
 OWN_REQUESTS = re.compile(r"https?://([a-z0-9.-]+\.)?(google|googleapis|gvt1)\.com[/:]")
 

@@ -444,6 +444,7 @@ def test_gradients_are_not_compiled_without_need_or_loss() -> None:
         assert gradients.plan_gradients(True, model, names, batches, None, 9, compute) is None
 
 
+@pytest.mark.slow
 def test_training_compiled_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "UNROLLED", 2)
     options = {"momentum": 0.9, "weight_decay": 0.1, "schedule": "one-cycle", "epochs": 2.4}
@@ -455,6 +456,7 @@ def test_training_compiled_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
         run_both(make_net(), make_data(), **options)
 
 
+@pytest.mark.slow
 def test_gradients_compiled_for_real() -> None:
     data = make_single()
     if HAS_COMPILER:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -45,6 +46,7 @@ def test_the_example_of_ones_own_model_in_three_commands(tmp_path: Path) -> None
     assert not (folder / WORK).exists()
 
 
+@pytest.mark.slow
 def test_the_example_of_an_adapter_in_three_commands(tmp_path: Path) -> None:
     folder = copy_example("lora", tmp_path / "lora")
     subprocess.run([sys.executable, "own.py"], cwd=folder, env=make_environment(), check=True)

@@ -14,6 +14,7 @@ from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_co
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RUN = [DOCS / "tutorial.md", DOCS / "job_file.md", *sorted((DOCS / "howto").glob("*.md"))]
+SLOW = {"lora", "many_processes", "many_runs", "sequences", "batchnorm"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,13 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+        for page in RUN
+    ],
+)
 def test_every_command_of_a_page_runs_and_prints_what_it_says(
     page: Path, clone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
