@@ -1,6 +1,6 @@
 """Twenty recipes at random, over all methods and both comparisons, and their audits.
 
-``python tests/helpers/random_recipes.py 1000000`` audits each with a million trials and prints a table.
+``python tests/helpers/random_recipes.py 1000000`` audits each a million times and prints a table.
 """
 
 import sys

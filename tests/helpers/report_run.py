@@ -1,6 +1,6 @@
 """A real small run for the report: digits, a 64-32-10 network, noise from the operating system.
 
-``python tests/helpers/report_run.py docs/images/report.png`` takes the picture that the documents show.
+``python tests/helpers/report_run.py docs/images/report.png`` takes the picture of the documents.
 """
 
 import dataclasses
