@@ -1,0 +1,30 @@
+"""``make bench``: what was measured is kept, whatever fails after it."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import run
+
+
+def fail() -> list[dict[str, object]]:
+    raise RuntimeError("no such processor")
+
+
+def test_a_suite_that_fails_takes_no_row_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"name": "this / that", "ratio": 2.0, "target": 3.0, "met": True}
+    for name, suite in {"first": lambda: [row], "second": fail, "third": lambda: [row]}.items():
+        monkeypatch.setitem(sys.modules, f"benchmarks.{name}", SimpleNamespace(run=suite))
+    monkeypatch.setattr(run, "SUITES", ("first", "second", "third"))
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    assert run.main([]) == 1
+    found = json.loads((tmp_path / "results" / "latest.json").read_text())["ratios"]
+    assert found == [{"suite": "first"} | row, {"suite": "third"} | row]
+    told = capsys.readouterr().out
+    assert "no such processor" in told
+    assert "failed: second" in told
