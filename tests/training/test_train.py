@@ -236,7 +236,7 @@ def test_fine_tuning_is_recorded_and_leaves_the_run_alone():
     finetune = tuned.record.finetune
     assert (finetune.optimizer, finetune.steps, finetune.epochs) == ("SGD", 6, 3.0)
     assert (finetune.batch_size, finetune.gradient_evaluations) == (4, 24)
-    assert opens(finetune.data, "hgfedcba")
+    assert opens(finetune.data, list("hgfedcba"))
     assert tuned.record.weights_noisy == run.record.weights_noisy
     assert tuned.record.weights_after == hash_weights(tuned.model.state_dict())
     assert tuned.record.weights_after != run.record.weights_after

@@ -185,6 +185,8 @@ class Processes:
         try:
             yield
         except RuntimeError as error:
+            if self.alone:
+                raise
             raise lose(self.rank, self.size, doing, error) from error
 
     def _reduce(self, values: Sequence[float], how: str) -> list[float]:

@@ -1,4 +1,8 @@
-"""Batches in memory without per-sample Python, and any iterable of batches turned into a loss."""
+"""Batches in memory without per-sample Python, and any iterable of batches over and over.
+
+What a model is given is always a copy: a forward pass that writes into its input must not write
+into the data.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +61,11 @@ class Batches:
         whole, rest = divmod(len(self.inputs), self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
-    def __iter__(self) -> Pass:
-        return Pass(self)
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = self.draw_order()
+        for start in range(0, len(self) * self.batch_size, self.batch_size):
+            x, y = self.fetch(order, start)
+            yield self.make_ready(x), y
 
     def draw_order(self) -> Tensor | None:
         """The order of a new pass; None is that of the tensors."""
@@ -68,11 +75,13 @@ class Batches:
         order = torch.randperm(len(self.inputs), generator=self.generator, device=device)
         return order.to(self.inputs.device)
 
-    def fetch(self, order: Tensor | None, start: int) -> tuple[Tensor, Tensor]:
+    def fetch(
+        self, order: Tensor | None, start: int, stop: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """The batch that starts at place ``start`` of the order: gathered and augmented."""
-        stop = start + self.batch_size
+        stop = start + self.batch_size if stop is None else stop
         if order is None:
-            x, y = self.inputs[start:stop], self.targets[start:stop]
+            x, y = self.inputs[start:stop].clone(), self.targets[start:stop].clone()
         else:
             chosen = order[start:stop]
             x = self.inputs.index_select(0, chosen)
@@ -81,63 +90,9 @@ class Batches:
             x = self.augment(x, self.generator)
         return x, y
 
-    def fetch_several(
-        self, order: Tensor | None, start: int, count: int
-    ) -> list[tuple[Tensor, Tensor]]:
-        """``count`` whole batches from there on, in one gather if nothing is augmented."""
-        size = self.batch_size
-        if order is None or self.augment is not None:
-            return [self.fetch(order, start + i * size) for i in range(count)]
-        chosen = order[start : start + count * size]
-        x = self.inputs.index_select(0, chosen).split(size)
-        y = self.targets.index_select(0, chosen.to(self.targets.device)).split(size)
-        return list(zip(x, y, strict=True))
-
     def make_ready(self, inputs: Tensor) -> Tensor:
         """A fetched batch as the model takes it."""
         return inputs if self.prepare is None else self.prepare(inputs)
-
-
-class Pass(Iterator[tuple[Tensor, Tensor]]):
-    """One pass over batches in memory, in an order of its own from the first batch on.
-
-    >>> one = iter(Batches(torch.arange(7.0).view(7, 1), torch.arange(7), batch_size=2))
-    >>> [y.tolist() for _, y in one.take(2)], one.take(2), [y.tolist() for _, y in one]
-    ([[0, 1], [2, 3]], [], [[4, 5], [6]])
-    """
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches, self._start = batches, 0
-        self._stop = len(batches) * batches.batch_size
-        self._order: Tensor | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether every batch was taken."""
-        return self._start >= self._stop
-
-    def __next__(self) -> tuple[Tensor, Tensor]:
-        if self.ended:
-            raise StopIteration
-        x, y = self._batches.fetch(self._find_order(), self._start)
-        self._start += self._batches.batch_size
-        return self._batches.make_ready(x), y
-
-    def take(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """The next ``count`` batches in one gather, not made ready yet; nothing if so many whole
-        ones are not left.
-        """
-        stop = self._start + count * self._batches.batch_size
-        if stop > len(self._batches.inputs):
-            return []
-        found = self._batches.fetch_several(self._find_order(), self._start, count)
-        self._start = stop
-        return found
-
-    def _find_order(self) -> Tensor | None:
-        if self._start == 0:
-            self._order = self._batches.draw_order()
-        return self._order
 
 
 class Cycle:
@@ -182,29 +137,15 @@ class Cycle:
                 f"the loader ended after {self.taken} batches and cannot be read again; "
                 "give a loader or list that can, or one batch per step"
             )
-        self._begin_again()
+        self.taken = 0
+        self._batches = self._begin()
         return self.take()
-
-    def take_several(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """The next ``count`` batches in memory, not made ready yet; nothing where ``Pass`` has
-        nothing."""
-        if not isinstance(self._batches, Pass):
-            return []
-        if self._batches.ended and self.taken > 0:
-            self._begin_again()
-        found = self._batches.take(count)
-        self.taken += len(found)
-        return found
 
     def place(self) -> dict[str, Tensor]:
         """The random state at the start of this pass and now, and the batches taken in between."""
         place = {f"pass.{name}": tensor for name, tensor in self._pass_start.items()}
         place |= {f"now.{name}": t for name, t in capture_random(self._generator).items()}
         return place | {"taken": torch.tensor(self.taken)}
-
-    def _begin_again(self) -> None:
-        self.taken = 0
-        self._batches = self._begin()
 
     def _begin(self) -> Iterator[Any]:
         if self.keep:
@@ -213,9 +154,9 @@ class Cycle:
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on ``device``; tuples, lists and mappings keep their kind."""
+    """A copy of the batch on ``device``; tuples, lists and mappings keep their kind."""
     if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
+        return batch.to(device, non_blocking=True, copy=True)
     if isinstance(batch, tuple | list):
         moved = [move_batch(item, device) for item in cast(Sequence[Any], batch)]
         return moved if isinstance(batch, list) else tuple(moved)
@@ -223,6 +164,18 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         items = cast(Mapping[str, Any], batch).items()
         return {key: move_batch(value, device) for key, value in items}
     return batch
+
+
+def count_samples(data: object) -> int | None:
+    """How many samples a data set or loader holds, where it says so.
+
+    >>> count_samples(Batches(torch.zeros(3, 1), torch.zeros(3), batch_size=2)), count_samples([1])
+    (3, 0)
+    """
+    if isinstance(data, list | tuple):
+        return sum(map(count_examples, cast(Sequence[Any], data)))
+    held = getattr(data, "inputs", getattr(data, "dataset", None))
+    return len(cast(Any, held)) if hasattr(held, "__len__") else None
 
 
 def count_examples(batch: Any) -> int:

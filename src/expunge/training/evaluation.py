@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -12,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from expunge.errors import InputError
 from expunge.processes.group import Processes, reshard
-from expunge.training.batches import Batches, count_examples, move_batch
+from expunge.training.batches import Batches, move_batch
 from expunge.training.losses import LossFunction, compute_loss
 from expunge.training.randomness import untouched_random
 from expunge.training.shares import Shares
@@ -29,7 +30,15 @@ class Evaluation:
     count: int
 
 
-@torch.inference_mode()
+@dataclass(frozen=True)
+class Measurement:
+    """Over ``count`` examples; ``accuracy`` is None where targets are not one class each."""
+
+    loss: float
+    accuracy: float | None
+    count: int
+
+
 def evaluate(
     model: nn.Module,
     inputs: Tensor,
@@ -46,30 +55,33 @@ def evaluate(
     >>> evaluate(nn.Identity(), torch.eye(3), torch.tensor([0, 1, 0])).accuracy
     0.6666666666666666
     """
-    device = next((p.device for p in model.parameters()), inputs.device)
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
+    if len(inputs) == 0:
+        raise InputError.of("number of inputs", 0, "at least 1")
     if batch_size is None:
         batch_size = min(max(EVALUATED // max(inputs[:1].numel(), 1), 64), 4096)
-    correct, total = 0, 0.0
-    try:
-        for x, y in Batches(inputs, targets, batch_size=batch_size, prepare=prepare):
-            output, y = cast(Tensor, model(x.to(device))), y.to(device)
-            correct += int((output.argmax(-1) == y).sum())
-            total += float(loss_fn(output, y)) * len(y)
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
-    count = len(inputs)
-    if count == 0:
-        raise InputError.of("number of inputs", 0, "at least 1")
-    return Evaluation(correct / count, total / count, count)
+    found = measure(
+        model, Batches(inputs, targets, batch_size=batch_size, prepare=prepare), loss_fn
+    )
+    if found.accuracy is None:
+        raise InputError.of("targets", tuple(targets.shape), "one class for each output")
+    return Evaluation(found.accuracy, found.loss, found.count)
 
 
-def measure_together(
-    model: nn.Module, loader: Iterable[Any], loss_fn: LossFunction, processes: Processes
+def measure(
+    model: nn.Module,
+    loader: Iterable[Any],
+    loss_fn: LossFunction,
+    processes: Processes | None = None,
 ) -> Measurement:
-    """``measure`` by all processes; every one returns the measurement of all data."""
+    """Loss and accuracy in eval mode; the module's mode and the random state are put back.
+
+    Of several processes each measures its share, and every one returns the whole.
+
+    >>> batches = [(torch.eye(3), torch.tensor([0, 1, 0]))]
+    >>> measure(nn.Identity(), batches, cross_entropy).accuracy
+    0.6666666666666666
+    """
+    processes = processes or Processes()
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     seen: list[tuple[Any, Any]] = []
 
@@ -77,68 +89,33 @@ def measure_together(
         seen.append((output, target))
         return loss_fn(output, target)
 
-    flags = {module: module.training for module in model.modules()}
-    model.eval()
     total = right = count = 0.0
     known = True
-    try:
-        with torch.no_grad(), untouched_random(), processes.listening("measuring"):
-            for share in Shares(loader, processes, even=False):
-                loss = compute_loss(model, move_batch(share.batch, device), watch)
-                hits = count_hits(*seen.pop())
-                if share.count > 0:
-                    known = known and hits is not None
-                    total, count = total + share.count * float(loss), count + share.count
-                    right += hits or 0
-    finally:
+    with torch.no_grad(), untouched_random(), in_eval_mode(model), processes.listening("measuring"):
+        for share in Shares(loader, processes, even=False):
+            loss = compute_loss(model, move_batch(share.batch, device), watch)
+            hits = count_hits(*seen.pop())
+            if share.count > 0:
+                known = known and hits is not None
+                total, count = total + share.count * float(loss), count + share.count
+                right += hits or 0
         reshard(model)
-        for module, flag in flags.items():
-            module.training = flag
     total, right, count, unknown = processes.sum([total, right, count, not known])
     if count == 0:
         raise InputError("there is nothing to measure on; the data set is empty")
     return Measurement(total / count, None if unknown else right / count, int(count))
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Over ``count`` examples; ``accuracy`` is None where targets are not one class each."""
-
-    loss: float
-    accuracy: float | None
-    count: int
-
-
-def measure(model: nn.Module, loader: Iterable[Any], loss_fn: LossFunction) -> Measurement:
-    """Loss and accuracy in eval mode; the module's mode and the random state are put back.
-
-    >>> batches = [(torch.eye(3), torch.tensor([0, 1, 0]))]
-    >>> measure(nn.Identity(), batches, cross_entropy).accuracy
-    0.6666666666666666
-    """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    seen: list[tuple[Any, Any]] = []
-
-    def watch(output: Any, target: Any) -> Tensor:
-        seen.append((output, target))
-        return loss_fn(output, target)
-
+@contextmanager
+def in_eval_mode(model: nn.Module) -> Generator[None]:
+    """The modes of all modules are put back."""
     flags = {module: module.training for module in model.modules()}
     model.eval()
-    total, right, count = 0.0, 0, 0
     try:
-        with torch.no_grad(), untouched_random():
-            for batch in loader:
-                n = count_examples(batch)
-                total += n * float(compute_loss(model, move_batch(batch, device), watch))
-                hits = count_hits(*seen.pop())
-                right, count = (-1 if hits is None or right < 0 else right + hits), count + n
+        yield
     finally:
         for module, flag in flags.items():
             module.training = flag
-    if count == 0:
-        raise InputError("there is nothing to measure on; the data set is empty")
-    return Measurement(total / count, None if right < 0 else right / count, count)
 
 
 def count_hits(output: Any, target: Any) -> int | None:

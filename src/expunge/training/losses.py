@@ -1,4 +1,4 @@
-"""TODO"""
+"""The loss of a batch, whatever batches are made of."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> 
                                   ``loss_fn`` the ``loss`` that the model returns
     ============================  =====================================================
 
+    >>> import torch
     >>> model = nn.Linear(2, 1, bias=False)
     >>> compute_loss(model, (torch.zeros(3, 2), torch.ones(3, 1)), nn.functional.mse_loss).item()
     1.0
@@ -54,7 +55,10 @@ def _own_loss(output: Any) -> Any:
     if loss is None and isinstance(output, Mapping):
         loss = cast(Mapping[str, Any], output).get("loss")
     if loss is None:
-        raise InputError.of("loss_fn", None, "a function, because the model returns no loss itself")
+        raise InputError(
+            "the model returns no loss itself; give loss_fn (in a job: model.loss), or batches "
+            "that are mappings with labels"
+        )
     return loss
 
 
@@ -74,13 +78,7 @@ def _check_scalar(loss: object) -> Tensor:
 
 def take_own_loss(output: Any, batch: Any) -> Tensor:
     """The loss that a model returns itself, as Hugging Face models do when given labels."""
-    loss = cast(object, getattr(output, "loss", None))
-    if loss is None:
-        raise InputError(
-            "model.loss is 'model', but the model returns no loss; its batches must be mappings "
-            "with labels, or model.loss must name a loss"
-        )
-    return cast(Tensor, loss)
+    return _own_loss(output)
 
 
 def find_loss(name: str | None, sample: Any) -> LossFunction | None:

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.group import Processes
-from expunge.training.batches import Batches, count_examples
+from expunge.training.batches import Batches, count_examples, count_samples
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Share:
     @property
     def weight(self) -> float:
         """The part that this share's mean gradient has in that of the batch."""
-        return self.count / self.total
+        return self.count / self.total if self.total > 0 else 1.0
 
 
 def locate_share(total: int, rank: int, size: int) -> tuple[int, int, int]:
@@ -92,8 +92,7 @@ def check_shares(loader: object, processes: Processes) -> None:
             f"a multiple of {processes.size}, the number of processes, so that every process "
             "takes as many examples",
         )
-    data = getattr(loader, "inputs", getattr(loader, "dataset", None))
-    count = len(cast(Any, data)) if hasattr(data, "__len__") else None
+    count = count_samples(loader)
     if count is not None and count < processes.size:
         raise InputError(
             f"there are {count} retained examples and {processes.size} processes; there must be "
@@ -115,6 +114,10 @@ class Shares:
         return len(cast(Any, self.loader))
 
     def __iter__(self) -> Iterator[Share]:
+        rank, size = self.processes.rank, self.processes.size
+        if size == 1:
+            counted = ((batch, count_examples(batch)) for batch in self.loader)
+            return (Share(batch, count, count) for batch, count in counted)
         match self.loader:
             case Batches() as batches if type(batches) is Batches and batches.augment is None:
                 return self._gather_own(batches)
@@ -123,7 +126,6 @@ class Shares:
                     return self._read_own(cast(Any, loader))
             case _:
                 pass
-        rank, size = self.processes.rank, self.processes.size
         return (split_batch(batch, rank, size) for batch in self.loader)
 
     def _gather_own(self, batches: Batches) -> Iterator[Share]:
@@ -133,13 +135,7 @@ class Shares:
             total = min(batches.batch_size, n - first)
             rank, size = self.processes.rank, self.processes.size
             start, stop, count = locate_share(total, rank, size)
-            if order is None:
-                chosen = slice(first + start, first + stop)
-                x, y = batches.inputs[chosen], batches.targets[chosen]
-            else:
-                places = order[first + start : first + stop]
-                x = batches.inputs.index_select(0, places)
-                y = batches.targets.index_select(0, places.to(batches.targets.device))
+            x, y = batches.fetch(order, first + start, first + stop)
             yield Share((batches.make_ready(x), y), count, total)
 
     def _read_own(self, loader: DataLoader[Any]) -> Iterator[Share]:

@@ -1,18 +1,17 @@
 """Training before the request and fine-tuning after the noise: SGD, one-cycle, batches in memory.
 
 Nothing here is certified by itself. Fine-tuning on retained data after the last noise is
-post-processing, so it costs nothing; ``fine_tune`` writes it into the record.
-
-Fine-tuning and measuring by all processes of a run, each on its share of every batch.
+post-processing, so it costs nothing, provided that it starts from what the record says, sees
+nothing of what was forgotten and draws from a seed that anyone may know: ``fine_tune`` checks it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
@@ -20,18 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge.certificates.identifiers import Commitment, commit_disjoint
-from expunge.certificates.record import FineTuning, Run
+from expunge.certificates.identifiers import Commitment, commit, opens, read_names
+from expunge.certificates.record import FineTuning, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.agreement import check_step
 from expunge.processes.group import Processes, is_sharded
-from expunge.processes.weights import hash_together, hash_weights
+from expunge.processes.weights import hash_together, hash_weights, list_tensors, to_local
 from expunge.progress import show_progress
-from expunge.training.batches import Augment, Batches, Cycle, count_examples, move_batch
-from expunge.training.compiled import Compile, CompiledSteps, plan_steps, warn_uncompiled
+from expunge.training.batches import Augment, Batches, Cycle, count_samples, move_batch
+from expunge.training.compiled import Compile, CompiledLoss, plan_loss, warn_uncompiled
 from expunge.training.losses import LossFunction, compute_loss
 from expunge.training.optimizers import Optimizing, Scheduled, Sgd
-from expunge.training.randomness import draw_apart, untouched_random
+from expunge.training.randomness import draw_apart, seed_random, seeded_random, untouched_random
 from expunge.training.shares import Shares
 
 ScheduleName = Literal["constant", "one-cycle"]
@@ -57,7 +56,8 @@ class InMemory(Protocol):
 class TrainingLog:
     """What ran: ``losses`` is the mean training loss of each pass through the data.
 
-    ``note`` says why the steps were not ``compiled``, if that was considered.
+    ``diverged`` is the first step, from 0, whose loss was not finite; ``note`` says why the steps
+    were not ``compiled``, if that was considered.
     """
 
     optimizer: str
@@ -70,6 +70,20 @@ class TrainingLog:
     losses: tuple[float, ...]
     compiled: bool = False
     note: str = ""
+    diverged: int | None = None
+
+
+def summarise_losses(losses: Sequence[Tensor], length: int) -> tuple[tuple[float, ...], int | None]:
+    """The mean loss of each pass of ``length`` steps, and the first step that was not finite.
+
+    >>> summarise_losses([torch.tensor(1.0), torch.tensor(3.0), torch.tensor(torch.nan)], 2)
+    ((2.0, nan), 2)
+    """
+    if len(losses) == 0:
+        return (), None
+    table = torch.stack(list(losses))
+    wrong = torch.nonzero(~torch.isfinite(table)).flatten().tolist()
+    return tuple(float(part.mean()) for part in table.split(length)), next(iter(wrong), None)
 
 
 def train(
@@ -91,6 +105,7 @@ def train(
     compile: Compile = "auto",
     on_pass: OnPass | None = None,
     progress: bool = False,
+    processes: Processes | None = None,
 ) -> TrainingLog:
     """Train the module's trainable parameters in place, in the train or eval mode it is in.
 
@@ -101,9 +116,9 @@ def train(
     random state is untouched. ``on_pass(passes, mean loss)`` is called after every pass through
     the data, when the module holds that pass's parameters.
 
-    ``compile`` has whole steps compiled, for SGD on data in memory; the result is the same up to
-    rounding. "auto" does so when the run would take more than a minute without
-    (:mod:`expunge.training.compiled` has the model and the checks); what cannot be compiled runs as it is.
+    ``compile`` has the loss of data in memory compiled; the result is the same up to rounding.
+    "auto" does so for long runs of large networks (:mod:`expunge.training.compiled`). Several
+    ``processes`` each take their share of every batch and average their gradients.
 
     >>> model = nn.Linear(2, 2)
     >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -112,31 +127,51 @@ def train(
     (3, True)
     """
     check_numbers(epochs, learning_rate, batch_size, weight_decay, momentum)
+    processes = processes or Processes()
     loader = _make_loader(data, batch_size, augment, prepare, generator, seed)
     length = _count_batches(loader)
     steps = math.ceil(epochs * length - 1e-9)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UnlearningError("the model has no trainable parameter; there is nothing to train")
-    optimizing = (
+    optimizing: Optimizing = (
         Sgd(parameters, learning_rate, momentum, weight_decay)
         if optimizer is None
         else Scheduled(optimizer(parameters))
     )
-    planned = plan_steps(compile, model, loader, optimizing, loss_fn, steps)
-    factor = functools.partial(schedule_factor, schedule, steps=steps)
+    planned = plan_loss(compile if processes.alone else False, model, loader, loss_fn, steps)
+    cycle, device, sharded = (
+        Cycle(Shares(loader, processes)),
+        parameters[0].device,
+        is_sharded(model),
+    )
+    losses, evaluations = list[Tensor](), 0
     with untouched_random():
-        torch.manual_seed(seed)
+        seed_random(seed)
         optimizing.clear()
-        if isinstance(planned, CompiledSteps):
-            running = planned.run(steps, factor)
-        else:
-            running = _run_steps(model, Cycle(loader), optimizing, loss_fn, steps, factor)
-        evaluations, losses = _gather_losses(running, length, steps, progress, on_pass)
-    note = planned.note if isinstance(planned, CompiledSteps) else planned
-    if isinstance(planned, CompiledSteps) and note and compile is True:
+        for t in show_progress(range(steps), steps, "training", progress and processes.leads):
+            share = cycle.take()
+            batch = move_batch(share.batch, device)
+            with _work_apart(processes, seed, t):
+                if isinstance(planned, CompiledLoss):
+                    loss = planned(batch)
+                else:
+                    loss = compute_loss(model, batch, loss_fn)
+                scale = share.weight * (processes.size if sharded else 1)
+                (loss if scale == 1 else loss * scale).backward()
+            if not (sharded or processes.alone):
+                _average(parameters, processes)
+            optimizing.step(schedule_factor(schedule, t, steps))
+            losses.append(loss.detach())
+            evaluations += share.total
+            if on_pass is not None and ((t + 1) % length == 0 or t + 1 == steps):
+                passed = t // length * length
+                on_pass(t // length + 1, float(torch.stack(losses[passed:]).mean()))
+    note = planned.note if isinstance(planned, CompiledLoss) else planned
+    if isinstance(planned, CompiledLoss) and note and compile is True:
         warn_uncompiled(note)
     given = getattr(loader, "batch_size", None)
+    means, diverged = summarise_losses(losses, length)
     return TrainingLog(
         optimizer=optimizing.describe(),
         epochs=float(epochs),
@@ -145,67 +180,60 @@ def train(
         batch_size=given if isinstance(given, int) else math.ceil(evaluations / max(steps, 1)),
         schedule=schedule,
         gradient_evaluations=evaluations,
-        losses=losses,
-        compiled=isinstance(planned, CompiledSteps) and not note,
+        losses=means,
+        compiled=isinstance(planned, CompiledLoss) and not note,
         note=note,
+        diverged=diverged,
     )
 
 
-def _run_steps(
-    model: nn.Module,
-    cycle: Cycle,
-    optimizing: Optimizing,
-    loss_fn: LossFunction | None,
-    steps: int,
-    factor: Callable[[int], float],
-) -> Iterator[tuple[Tensor, int]]:
-    """The steps themselves; yields the loss of each, and the examples it saw."""
-    device = optimizing.parameters[0].device
-    for t in range(steps):
-        batch = cycle.take()
-        loss = compute_loss(model, move_batch(batch, device), loss_fn)
-        loss.backward()
-        optimizing.step(factor(t))
-        yield loss.detach(), count_examples(batch)
+@contextlib.contextmanager
+def _work_apart(processes: Processes, seed: int, step: int) -> Generator[None]:
+    """Of several processes each draws its own dropout, and hears if another is gone."""
+    if processes.alone:
+        yield
+        return
+    text = f"expunge/training {seed} {step} {processes.rank}"
+    with draw_apart(text), processes.listening("training"):
+        yield
 
 
-def _gather_losses(
-    running: Iterable[tuple[Tensor, int]],
-    length: int,
-    steps: int,
-    progress: bool,
-    on_pass: OnPass | None,
-) -> tuple[int, tuple[float, ...]]:
-    """Run it all; returns the examples seen, and the mean loss of each pass."""
-    ticks = show_progress(range(steps), steps, "training", progress)
-    held, losses, evaluations = list[Tensor](), list[float](), 0
-    done = passed = 0
-    for loss, examples in running:
-        evaluations += examples
-        held.append(loss)
-        done, passed = done + loss.numel(), passed + loss.numel()
-        for _ in itertools.islice(ticks, loss.numel()):
-            pass
-        if passed == length or done == steps:
-            losses.append(float(torch.cat([part.reshape(-1) for part in held]).mean()))
-            held, passed = [], 0
-            if on_pass is not None:
-                on_pass(len(losses), losses[-1])
-    return evaluations, tuple(losses)
+def _average(parameters: list[nn.Parameter], processes: Processes) -> None:
+    """Gradients of shares, scaled already, as the gradient of the batch, on every process."""
+    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    for p, g in zip(parameters, processes.add_up(zeros), strict=True):
+        p.grad = g.to(p.dtype)
 
 
 def fine_tune(
     run: Run,
     data: InMemory | Iterable[Any],
     *,
+    epochs: float,
+    learning_rate: float,
+    batch_size: int = 128,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    schedule: ScheduleName = "constant",
+    optimizer: MakeOptimizer | None = None,
+    augment: Augment | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
+    loss_fn: LossFunction | None = cross_entropy,
+    seed: int = 0,
+    compile: Compile = "auto",
+    on_pass: OnPass | None = None,
     ids: Iterable[str | int] | None = None,
     forget_ids: Iterable[str | int] | None = None,
-    **options: Any,
+    progress: bool = False,
+    processes: Processes | None = None,
 ) -> Run:
     """Train a copy of ``run.model`` on retained data and write it into the record.
 
-    ``options`` are those of :func:`train`. ``ids`` identify the data (default: ``data.ids``); they
-    are committed to, and must not meet ``forget_ids`` when both are known.
+    The options are those of :func:`train`; order and dropout follow from ``seed``, a loader's own
+    generator too. A model that is not what the record says is refused. ``ids`` identify the data
+    (default: ``data.ids``); they are committed to, and must not meet what the run forgot
+    (``run.forgotten``, and ``forget_ids`` beside it). A sharded model is trained in place; of
+    several ``processes`` every one returns the same run.
 
     >>> from expunge import OutputPerturbation
     >>> from expunge.noisy.run import unlearn
@@ -215,17 +243,143 @@ def fine_tune(
     >>> tuned.record.finetune.optimizer, tuned.record.finetune.steps
     ('SGD', 2)
     """
-    if run.record.finetune is not None:
+    tuning = begin_fine_tuning(run, data, ids, forget_ids, processes or Processes())
+    with seeded_random(seed, data):
+        log = train(
+            tuning.model,
+            data,
+            epochs=epochs,
+            learning_rate=learning_rate,
+            batch_size=batch_size,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            schedule=schedule,
+            optimizer=optimizer,
+            augment=augment,
+            prepare=prepare,
+            loss_fn=loss_fn,
+            seed=seed,
+            compile=compile,
+            on_pass=on_pass,
+            progress=progress,
+            processes=tuning.processes,
+        )
+    return tuning.end(log)
+
+
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """A fine-tuning that was allowed to begin; ``fixed`` are hashes of what must not change."""
+
+    run: Run
+    model: nn.Module
+    processes: Processes
+    data: Commitment | None
+    checked: bool
+    forgotten: frozenset[str] | None
+    fixed: dict[str, str]
+
+    def end(self, log: TrainingLog) -> Run:
+        """The run with its tuned model; refused if that is not finite, or not what was allowed."""
+        check_trained(self.model, log, "fine-tuning")
+        found = _hash_fixed(self.model, self.run.record, self.processes)
+        changed = sorted(name for name in self.fixed if found.get(name) != self.fixed[name])
+        if changed:
+            raise UnlearningError(
+                f"{', '.join(changed[:3])} changed during fine-tuning but is public or frozen; "
+                "freeze the module that writes it (requires_grad, eval mode)"
+            )
+        after = _hash_all(self.model, self.processes)
+        check_step(self.processes, {"step": f"{log.steps} of fine-tuning", "parameters": after})
+        finetune = describe_training(log, self.data, self.checked)
+        record = replace(self.run.record, finetune=finetune, weights_after=after)
+        return Run(self.model, self.processes.share(record), self.forgotten)
+
+
+def begin_fine_tuning(
+    run: Run,
+    data: object,
+    ids: Iterable[str | int] | None = None,
+    forget_ids: Iterable[str | int] | None = None,
+    processes: Processes | None = None,
+) -> Tuning:
+    """Refuse a run that is not what its record says, and data that hold what it forgot."""
+    record, processes = run.record, processes or Processes()
+    if record.finetune is not None:
         raise InputError("this run was fine-tuned already; fine-tune the run that unlearn returned")
-    known = getattr(data, "ids", None) if ids is None else ids
-    _, committed = commit_disjoint(forget_ids, known)
-    model = copy.deepcopy(run.model)
-    return write_fine_tuning(run, model, train(model, data, **options), committed)
+    if _hash_all(run.model, processes) != record.weights_after:
+        raise UnlearningError(
+            "run.model is not what the record says: a weight or buffer was changed or replaced "
+            "after the run; fine-tune the run that unlearn returned"
+        )
+    public = record.public
+    if public is not None and _hash(_select(run.model, public.names), processes) != public.hash:
+        raise UnlearningError(
+            "a public tensor of run.model is not what the record says; fine-tune the run that "
+            "unlearn returned"
+        )
+    forgotten = run.forgotten
+    if forget_ids is not None:
+        given = frozenset(read_names(forget_ids) or ())
+        if forgotten is None and record.forget is not None and not opens(record.forget, given):
+            raise InputError("forget_ids is not the set that the record commits to")
+        forgotten = given | (forgotten or frozenset())
+    names = read_retained(data, ids, forgotten)
+    model = run.model if is_sharded(run.model) else copy.deepcopy(run.model)
+    return Tuning(
+        run=run,
+        model=model,
+        processes=processes,
+        data=None if names is None else commit(names),
+        checked=names is not None and forgotten is not None,
+        forgotten=forgotten,
+        fixed=_hash_fixed(model, record, processes),
+    )
 
 
-def write_fine_tuning(run: Run, model: nn.Module, log: TrainingLog, data: Commitment | None) -> Run:
-    """The run with ``model`` in place of its own, and in the record how it was fine-tuned."""
-    finetune = FineTuning(
+def read_retained(
+    data: object, ids: Iterable[str | int] | None, forgotten: Iterable[str] | None
+) -> tuple[str, ...] | None:
+    """The identifiers of retained data (default: ``data.ids``), one for each sample.
+
+    None where they are not known; refused where one of them is forgotten.
+
+    >>> read_retained([torch.zeros(2, 1)], ["a", "b"], ["b"])
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: retain_ids holds 'b', which is forgotten (1 in all); ...
+    """
+    names = read_names(getattr(data, "ids", None) if ids is None else ids)
+    if names is None:
+        return None
+    count = count_samples(data)
+    if count is not None and len(names) != count:
+        raise InputError.of("number of retain_ids", len(names), f"{count}, as many as the data")
+    both = set(names).intersection(forgotten or ())
+    if both:
+        raise InputError(
+            f"retain_ids holds {min(both)!r}, which is forgotten ({len(both)} in all); "
+            "the retained data must not hold what is forgotten"
+        )
+    return names
+
+
+def check_trained(model: nn.Module, log: TrainingLog, doing: str) -> None:
+    """Refuse a model that training drove out of the numbers."""
+    for name, tensor in list_tensors(model).items():
+        own = to_local(tensor)
+        if own.is_floating_point() and not bool(torch.isfinite(own).all()):
+            step = log.steps - 1 if log.diverged is None else log.diverged
+            length = max(math.ceil(log.steps / max(log.epochs, 1e-9)), 1)
+            raise UnlearningError(
+                f"{name} is not finite after {doing}: training diverged at batch "
+                f"{step % length + 1} of epoch {step // length + 1}; lower the learning rate"
+            )
+
+
+def describe_training(log: TrainingLog, data: Commitment | None, checked: bool) -> FineTuning:
+    """A training on retained data as a record keeps it, with a commitment to its identifiers."""
+    return FineTuning(
         optimizer=log.optimizer,
         epochs=log.epochs,
         steps=log.steps,
@@ -234,9 +388,35 @@ def write_fine_tuning(run: Run, model: nn.Module, log: TrainingLog, data: Commit
         schedule=log.schedule,
         gradient_evaluations=log.gradient_evaluations,
         data=data,
+        checked=checked,
     )
-    after = hash_weights(model.state_dict())
-    return Run(model, replace(run.record, finetune=finetune, weights_after=after))
+
+
+def _hash_all(model: nn.Module, processes: Processes) -> str:
+    return _hash(list_tensors(model), processes)
+
+
+def _hash(tensors: dict[str, Tensor], processes: Processes) -> str:
+    """Of sharded tensors by all processes together; else each hashes what it holds."""
+    sharded = any(to_local(tensor) is not tensor for tensor in tensors.values())
+    return hash_together(tensors, processes) if sharded else hash_weights(tensors)
+
+
+def _select(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    every = dict(model.named_parameters(remove_duplicate=False))
+    held = every | dict(model.named_buffers(remove_duplicate=False))
+    return {name: held[name].detach() for name in names if name in held}
+
+
+def _hash_fixed(model: nn.Module, record: RunRecord, processes: Processes) -> dict[str, str]:
+    """Hashes of all that fine-tuning must leave alone: what is public, frozen, or a buffer that is
+    not a statistic made anew."""
+    fixed = {name for name, p in model.named_parameters() if not p.requires_grad}
+    fixed |= {name for name, _ in model.named_buffers()}
+    fixed -= set(record.buffer_names if record.buffers == "reset" else ())
+    fixed |= set(() if record.public is None else record.public.names)
+    chosen = _select(model, sorted(fixed))
+    return {name: _hash({name: tensor}, processes) for name, tensor in chosen.items()}
 
 
 def schedule_factor(schedule: ScheduleName, step: int, steps: int) -> float:
@@ -306,92 +486,3 @@ def check_numbers(
             raise InputError.of(name, value, "a finite number >= 0")
     if batch_size != int(batch_size) or batch_size < 1:
         raise InputError.of("batch_size", batch_size, "a whole number >= 1")
-
-
-def fine_tune_together(
-    run: Run,
-    loader: Any,
-    processes: Processes,
-    *,
-    ids: Iterable[str | int] | None,
-    forget_ids: Iterable[str | int] | None,
-    epochs: float,
-    learning_rate: float,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    schedule: ScheduleName = "constant",
-    optimizer: MakeOptimizer | None = None,
-    loss_fn: LossFunction,
-    seed: int = 0,
-    progress: bool = False,
-) -> Run:
-    """``fine_tune`` by all processes: the same steps, on gradients averaged over the processes.
-
-    A sharded model is trained in place, any other in a copy. Every process returns the same run.
-    """
-    if run.record.finetune is not None:
-        raise InputError("this run was fine-tuned already; fine-tune the run that unlearn returned")
-    check_numbers(epochs, learning_rate, loader.batch_size, weight_decay, momentum)
-    _, data = commit_disjoint(forget_ids, ids)
-    sharded = is_sharded(run.model)
-    model = run.model if sharded else copy.deepcopy(run.model)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizing = (
-        Sgd(parameters, learning_rate, momentum, weight_decay)
-        if optimizer is None
-        else Scheduled(optimizer(parameters))
-    )
-    shares = Shares(loader, processes)
-    steps = math.ceil(epochs * len(shares) - 1e-9)
-    cycle, device, evaluations = Cycle(shares), parameters[0].device, 0
-    optimizing.clear()
-    with untouched_random():
-        torch.manual_seed(seed)
-        for t in show_progress(range(steps), steps, "training", progress and processes.leads):
-            share = cycle.take()
-            scale = share.weight * (processes.size if sharded else 1)
-            text = f"expunge/fine-tuning {seed} {t} {processes.rank}"
-            with draw_apart(text), processes.listening("fine-tuning"):
-                loss = compute_loss(model, move_batch(share.batch, device), loss_fn)
-                (loss * scale).backward()
-            if not sharded:
-                _average(parameters, processes)
-            optimizing.step(schedule_factor(schedule, t, steps))
-            evaluations += share.total
-    finetune = FineTuning(
-        optimizer=optimizing.describe(),
-        epochs=float(epochs),
-        steps=steps,
-        learning_rate=float(learning_rate),
-        batch_size=loader.batch_size,
-        schedule=schedule,
-        gradient_evaluations=evaluations,
-        data=data,
-    )
-    state = model.state_dict()
-    after = hash_together(state, processes) if sharded else hash_weights(state)
-    check_step(processes, {"step": f"{steps} of fine-tuning", "parameters": after})
-    record = replace(run.record, finetune=finetune, weights_after=after)
-    return Run(model, processes.share(record))
-
-
-def _average(parameters: list[nn.Parameter], processes: Processes) -> None:
-    """Gradients of shares, scaled already, as the gradient of the batch, on every process."""
-    zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    for p, g in zip(parameters, processes.add_up(zeros), strict=True):
-        p.grad = g.to(p.dtype)
-
-
-def describe_training(log: TrainingLog, ids: Any, forget_ids: Any = None) -> FineTuning:
-    """A training on retained data as a record keeps it, with a commitment to its identifiers."""
-    _, committed = commit_disjoint(forget_ids, ids)
-    return FineTuning(
-        optimizer=log.optimizer,
-        epochs=log.epochs,
-        steps=log.steps,
-        learning_rate=log.learning_rate,
-        batch_size=log.batch_size,
-        schedule=log.schedule,
-        gradient_evaluations=log.gradient_evaluations,
-        data=committed,
-    )
