@@ -13,6 +13,8 @@ The sentence of an error names the field, the value and what would be valid.
 
 from __future__ import annotations
 
+import traceback
+
 
 class ExpungeError(Exception):
     """Root of the tree: ``except expunge.ExpungeError`` catches all that is raised on purpose."""
@@ -56,3 +58,18 @@ class VerificationError(ExpungeError):
     """A certificate that does not hold; the sentence names each thing that differs."""
 
     exit_code = 1
+
+
+def describe_error(error: BaseException) -> str:
+    """What somebody's code raised, and where, in one line.
+
+    >>> try:
+    ...     {}["shop"]
+    ... except KeyError as error:
+    ...     describe_error(error)[:24]
+    "KeyError: 'shop' (<docte"
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    reason = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}{f': {reason}' if reason else ''}{where}"

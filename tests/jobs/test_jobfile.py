@@ -7,9 +7,15 @@ import pytest
 
 from expunge.cli.jobs import TEMPLATES, write_template
 from expunge.errors import InputError
-from expunge.jobs.jobfile import read_job
+from expunge.jobs.jobfile import (
+    RUNNABLE,
+    TABLES,
+    MethodTable,
+    PlanTable,
+    find_lines,
+    read_job,
+)
 from expunge.jobs.methods import settle
-from expunge.jobs.tables import RUNNABLE, TABLES, MethodTable, PlanTable, find_lines
 
 VALID = """\
 [model]

@@ -1,16 +1,21 @@
-"""``expunge doctor``: the environment, the data found, the speed of this machine's noisy step."""
+"""``expunge doctor``: the environment, and the speed of this machine's noisy step."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import platform
 import shutil
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import typer
+
+from expunge.cli.text import AsJson, print_json
 
 PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "cryptography", "mpmath")
 OPTIONAL = ("transformers", "peft", "pyarrow", "tensorboard", "opacus")
@@ -24,6 +29,29 @@ class Finding:
     name: str
     text: str
     good: bool | None = True
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """The environment, and how fast a noisy step is here. Exit 1 if unusable."""
+    findings, speed = examine()
+    good = all(finding.good is not False for finding in findings)
+    if as_json:
+        facts = {finding.name: finding.text for finding in findings}
+        print_json({"good": good, "versions": list_versions(), **speed, "findings": facts})
+    else:
+        for finding in findings:
+            mark = {True: "ok", False: "NO", None: "  "}[finding.good]
+            typer.echo(f"{mark}  {finding.name:<10}  {finding.text}")
+    if not good:
+        sys.exit(1)
+
+
+def show_version() -> None:
+    """expunge's version, then those of what computes with it."""
+    versions = list_versions()
+    typer.echo(f"expunge {versions.pop('expunge')}")
+    shown = [f"{name} {number}" for name, number in versions.items() if number is not None]
+    typer.echo(", ".join(shown))
 
 
 def list_versions() -> dict[str, str | None]:
@@ -86,13 +114,8 @@ def measure_step(parameters: int) -> dict[str, float]:
             steps=4,
             noise_std=noise_std,
         )
-        unlearn(
-            model,
-            batches,
-            recipe,
-            loss_fn=nn.functional.mse_loss,
-            on_step=_make_clock(times),
-        )
+        clock = functools.partial(_note, times)
+        unlearn(model, batches, recipe, loss_fn=nn.functional.mse_loss, on_step=clock)
         seconds[noise_std] = min(b - a for a, b in itertools.pairwise(times))
     return {
         "milliseconds_per_step": 1e3 * seconds[1.0],
@@ -101,8 +124,8 @@ def measure_step(parameters: int) -> dict[str, float]:
     }
 
 
-def _make_clock(times: list[float]) -> Callable[[int, object], None]:
-    return lambda done, model: times.append(time.perf_counter())
+def _note(times: list[float], done: int, model: object) -> None:
+    times.append(time.perf_counter())
 
 
 def _check_packages(versions: dict[str, str | None]) -> list[Finding]:

@@ -1,31 +1,31 @@
-"""The commands around a job: unlearn, init, doctor. Light to import: torch comes when they run.
-
-``expunge unlearn DIR``: what the command prints about a directory of jobs.
-
-``expunge init``: a folder with a commented job that runs as it is, to be made one's own.
-"""
+"""``expunge unlearn`` and ``expunge init``. Light to import: torch comes when they run."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from expunge.cli.text import format_up
+from expunge.cli.text import AsJson, format_up, print_json
 from expunge.errors import InputError
 from expunge.files import write_atomic
-from expunge.jobs.folder import FolderJob, check_folder, run_folder
-from expunge.jobs.many import Outcome, Pool
-from expunge.processes.stopping import Stopped
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+if TYPE_CHECKING:
+    from expunge.jobs.folder import FolderJob
+    from expunge.jobs.many import Outcome, Pool
+    from expunge.jobs.run import Finished
+
+Kind = Literal["plain", "lora"]
+TEMPLATES = Path(__file__).parent / "templates"
+FILES = ("job.toml", "own.py", "forget.txt")
+SETS = ("retain", "forget", "test")
+TO_DO = {"finished": "done before", "unfinished": "to go on with", "new": "to do"}
 
 
 def unlearn(
@@ -44,6 +44,13 @@ def unlearn(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show recipe, cost and certificate; write nothing.")
     ] = False,
+    accept_unchecked: Annotated[
+        bool,
+        typer.Option(
+            "--accept-unchecked",
+            help="Release although identifiers could not be checked; the certificate says so.",
+        ),
+    ] = False,
     ray: Annotated[bool, typer.Option("--ray", help="DIR: run the jobs on Ray, here.")] = False,
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="DIR: run them on this Ray cluster.")
@@ -56,70 +63,33 @@ def unlearn(
     ] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """Run a job: forget, fine-tune, certify, report. Exit 0 done, 2 refused, 130 stopped.
+    """Run a job: forget, fine-tune, certify, report.
 
-    With a directory: all its jobs that are not finished. Exit 1 if some failed.
+    Exit 0 done, 2 refused, 3 failed and may be tried again, 130 stopped. With a directory: all its
+    jobs that are not finished. Exit 1 if some failed.
     """
+    on_ray = ray or ray_address is not None
     if job.is_dir():
-        # moved
+        from expunge.jobs.many import Pool
 
-        on_ray = ray or ray_address is not None
-        unlearn_folder(
-            job, out, on_ray, ray_address, workers, retries, dry_run=dry_run, as_json=as_json
-        )
+        if workers is not None and not on_ray:
+            said = f"--workers is {workers}, which needs --ray; without it jobs run in turn"
+            raise InputError(said)
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise InputError(f"{job} is a directory of jobs; under torchrun, name one job file")
+        if accept_unchecked:
+            raise InputError(f"--accept-unchecked needs one job file; {job} is a directory of jobs")
+        pool = Pool(ray_address, workers, retries, fresh=True) if on_ray else None
+        _unlearn_folder(job, out, pool, dry_run, as_json)
         return
-    if ray or ray_address is not None or workers is not None:
+    if on_ray or workers is not None:
         raise InputError(f"--ray needs a directory of jobs; {job} is none")
-    if dry_run and _follows():
-        return
     if dry_run:
-        from expunge.cli.text import print_preview
-        from expunge.jobs.preview import preview_job
-
-        with _logging_to_stderr():
-            found = preview_job(job, out=out)
-        _print_json(found.to_dict()) if as_json else print_preview(found)
+        _preview(job, out, as_json)
         return
-    from expunge.jobs.run import run_job
-    from expunge.processes.stopping import Stopped
-
-    try:
-        with _logging_to_stderr():
-            done = run_job(job, out=out, resume=resume, progress=True)
-    except Stopped as stop:
-        if _follows():
-            sys.exit(stop.exit_code)
-        launch = "torchrun … -m " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-        again = (
-            f"{launch}expunge unlearn {job}"
-            + ("" if out is None else f" --out {out}")
-            + " --resume"
-        )
-        saved = "what is done is saved" if stop.saved else "nothing was written"
-        typer.echo(f"expunge: {stop}; {saved}", err=True)
-        if stop.saved:
-            typer.echo(f"  go on with: {again}", err=True)
-        sys.exit(stop.exit_code)
-    if _follows():
-        return
-    certificate = done.certificate
-    if as_json:
-        facts = {"directory": str(done.directory), "metrics": done.metrics}
-        _print_json(facts | {"certificate": certificate.model_dump(mode="json")})
-        return
-    from expunge.cli.text import format_up
-
-    shown = _shorten(done.directory)
-    typer.echo(
-        f"{shown}: epsilon = {format_up(certificate.epsilon, 6)}, "
-        f"delta = {certificate.delta:g}, compared to {certificate.compared_to}"
-    )
-    last = {row["arm"]: row for row in done.metrics["stages"]}
-    for row in last.values():
-        typer.echo("  " + _describe_row(row))
-    for warning in certificate.warnings:
-        typer.echo(f"  {warning}")
-    typer.echo(f"  check it with: expunge verify {shown}")
+    done = _run(job, out, resume, accept_unchecked)
+    if not _follows():
+        _print_finished(done, as_json)
 
 
 def init(
@@ -129,50 +99,65 @@ def init(
     ] = False,
 ) -> None:
     """Write job.toml, own.py and forget.txt: commented, running as they are, yours to change."""
-    # moved
-
     for path in write_template(folder, "lora" if lora else "plain"):
         typer.echo(path)
     typer.echo(f"next: cd {folder} && python own.py && expunge unlearn job.toml", err=True)
 
 
-def doctor(as_json: AsJson = False) -> None:
-    """The environment, the data found, and how fast a noisy step is here. Exit 1 if unusable."""
-    from expunge.cli.doctor import examine, list_versions
+def _preview(job: Path, out: Path | None, as_json: bool) -> None:
+    if _follows():
+        return
+    from expunge.cli.text import print_preview
+    from expunge.jobs.prepare import preview_job
 
-    findings, speed = examine()
-    good = all(finding.good is not False for finding in findings)
+    with _logging_to_stderr():
+        found = preview_job(job, out=out)
+    print_json(found.to_dict()) if as_json else print_preview(found)
+
+
+def _run(job: Path, out: Path | None, resume: bool, accept_unchecked: bool) -> Finished:
+    """The finished run; a signal ends the process with a word on how to go on."""
+    from expunge.jobs.run import run_job
+    from expunge.processes.stopping import Stopped
+
+    try:
+        with _logging_to_stderr():
+            return run_job(
+                job, out=out, resume=resume, progress=True, accept_unchecked=accept_unchecked
+            )
+    except Stopped as stop:
+        if not _follows():
+            launch = "torchrun … -m " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+            place = "" if out is None else f" --out {out}"
+            saved = "what is done is saved" if stop.saved else "nothing was written"
+            typer.echo(f"expunge: {stop}; {saved}", err=True)
+            if stop.saved:
+                again = f"{launch}expunge unlearn {job}{place} --resume"
+                typer.echo(f"  go on with: {again}", err=True)
+        sys.exit(stop.exit_code)
+
+
+def _print_finished(done: Finished, as_json: bool) -> None:
+    certificate = done.certificate
     if as_json:
-        facts = {finding.name: finding.text for finding in findings}
-        _print_json({"good": good, "versions": list_versions(), **speed, "findings": facts})
-    else:
-        for finding in findings:
-            mark = {True: "ok", False: "NO", None: "  "}[finding.good]
-            typer.echo(f"{mark}  {finding.name:<10}  {finding.text}")
-    if not good:
-        sys.exit(1)
-
-
-def show_version() -> None:
-    """expunge's version, then those of what computes with it."""
-    from expunge.cli.doctor import list_versions
-
-    versions = list_versions()
-    typer.echo(f"expunge {versions.pop('expunge')}")
-    shown = [f"{name} {number}" for name, number in versions.items() if number is not None]
-    typer.echo(", ".join(shown))
-
-
-def _shorten(path: Path) -> Path:
-    """A path below the working folder without that folder."""
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-
-
-def _describe_row(row: dict[str, Any]) -> str:
-    names = ("retain", "forget", "test")
-    shares = [f"{n} {100 * row[n]:.1f} %" for n in names if row.get(n) is not None]
-    losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in names if f"{n}_loss" in row]
-    return f"{row['arm']}, {row['stage']}: " + ", ".join(shares or losses)
+        facts = {"directory": str(done.directory), "metrics": done.metrics}
+        print_json(facts | {"certificate": certificate.model_dump(mode="json")})
+        return
+    here = Path.cwd()
+    below = done.directory.is_relative_to(here)
+    shown = done.directory.relative_to(here) if below else done.directory
+    typer.echo(
+        f"{shown}: epsilon = {format_up(certificate.epsilon, 6)}, "
+        f"delta = {certificate.delta:g}, compared to {certificate.compared_to}"
+    )
+    last = {row["arm"]: row for row in done.metrics["stages"]}
+    for row in last.values():
+        shares = [f"{n} {100 * row[n]:.1f} %" for n in SETS if row.get(n) is not None]
+        losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in SETS if f"{n}_loss" in row]
+        typer.echo(f"  {row['arm']}, {row['stage']}: " + ", ".join(shares or losses))
+    for warning in certificate.warnings:
+        typer.echo(f"  {warning}")
+    typer.echo(f"  check it with: expunge verify {shown}")
 
 
 def _follows() -> bool:
@@ -196,33 +181,16 @@ def _logging_to_stderr() -> Generator[None]:
         log.setLevel(before)
 
 
-def _print_json(data: dict[str, Any]) -> None:
-    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
-
-
-TO_DO = {"finished": "done before", "unfinished": "to go on with", "new": "to do"}
-
-
-def unlearn_folder(
-    folder: Path,
-    out: Path | None,
-    on_ray: bool,
-    address: str | None,
-    workers: int | None,
-    retries: int,
-    *,
-    dry_run: bool,
-    as_json: bool,
+def _unlearn_folder(
+    folder: Path, out: Path | None, pool: Pool | None, dry_run: bool, as_json: bool
 ) -> None:
     """Run what is left of the directory, then the table. Exit 0 all done, 1 some failed."""
-    if workers is not None and not on_ray:
-        raise InputError(f"--workers is {workers}, which needs --ray; without it jobs run in turn")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise InputError(f"{folder} is a directory of jobs; under torchrun, name one job file")
-    pool = Pool(address, workers, retries, fresh=True) if on_ray else None
+    from expunge.jobs.folder import check_folder, run_folder
+    from expunge.processes.stopping import Stopped
+
     if dry_run:
         jobs = check_folder(folder, out=out)
-        _print_json({"jobs": _list_states(jobs)}) if as_json else _print_states(jobs)
+        print_json({"jobs": _list_states(jobs)}) if as_json else _print_states(jobs)
         return
     try:
         outcomes = run_folder(folder, out=out, pool=pool, progress=True)
@@ -233,13 +201,13 @@ def unlearn_folder(
             err=True,
         )
         sys.exit(stop.exit_code if isinstance(stop, Stopped) else 130)
-    failed = [o for o in outcomes.values() if o.error is not None]
+    failed = [o.name for o in outcomes.values() if o.error is not None]
     if as_json:
-        _print_json(summarise(folder, outcomes))
+        print_json(summarise(folder, outcomes))
     else:
         typer.echo("\n".join(make_table(outcomes)))
     if failed:
-        names = ", ".join(outcome.name for outcome in failed)
+        names = ", ".join(failed)
         typer.echo(f"expunge: {len(failed)} of {len(outcomes)} jobs failed: {names}", err=True)
         sys.exit(1)
 
@@ -250,7 +218,7 @@ def summarise(folder: Path, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
     for name, o in outcomes.items():
         head = {"job": name, "status": _tell_status(o), "error": o.error}
         facts = {k: v for k, v in (o.value or {}).items() if k != "told"}
-        jobs.append(head | facts | {"attempts": o.attempts, "seconds": round(o.seconds, 3)})
+        jobs.append(head | facts | {"seconds": round(o.seconds, 3)})
     failed = sum(o.error is not None for o in outcomes.values())
     return {
         "directory": str(folder),
@@ -263,6 +231,7 @@ def summarise(folder: Path, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
 def make_table(outcomes: Mapping[str, Outcome]) -> list[str]:
     """One line for each job: name, guarantee, accuracy after the last stage, status.
 
+    >>> from expunge.jobs.many import Outcome
     >>> facts = {"epsilon": 1.0, "delta": 1e-5, "test": 0.913}
     >>> lost = Outcome("b", error="row 40 is torn")
     >>> print("\\n".join(make_table({"a": Outcome("a", facts), "b": lost})))
@@ -311,11 +280,6 @@ def _print_states(jobs: list[FolderJob]) -> None:
     for job in jobs:
         typer.echo(f"{job.name:<{width}}  {TO_DO[job.state]:<13}  {job.target}")
     typer.echo("All jobs are valid; this was a dry run and wrote nothing.")
-
-
-Kind = Literal["plain", "lora"]
-TEMPLATES = Path(__file__).parent / "templates"
-FILES = ("job.toml", "own.py", "forget.txt")
 
 
 def write_template(folder: str | Path, kind: Kind = "plain") -> list[Path]:

@@ -2,62 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
-import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
+from typer.core import TyperGroup
 
-from expunge.cli import jobs as jobcommands
-from expunge.errors import ExpungeError, InputError
+from expunge.cli import doctor, jobs
+from expunge.cli.text import AsJson, ComparedTo, print_json
+from expunge.errors import ExpungeError
+
+RECIPES = ("account", "calibrate")  # their options need the recipes, and so numpy
+
+
+class Commands(TyperGroup):
+    """All commands; those of :mod:`expunge.cli.recipes` are loaded when they are asked for."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*RECIPES, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in RECIPES:
+            return super().get_command(ctx, cmd_name)
+        from expunge.cli import recipes
+
+        return cast(Any, typer.main.get_command(recipes.app)).commands[cmd_name]
+
 
 app = typer.Typer(
     name="expunge",
+    cls=Commands,
     help="Certified machine unlearning: accounts, plans, runs and certificates.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-FREE: dict[str, Literal["smallest", "fewest", "largest"]] = {
-    "noise_std": "smallest",
-    "noise_multiplier": "smallest",
-    "steps": "fewest",
-    "start_clip": "largest",
-    "model_clip": "largest",
-    "grad_clip": "largest",
-}
-
-Method = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="METHOD",
-        show_default=False,
-        help="gradient-clipping, model-clipping, output-perturbation, retraining, group-dp-sgd, "
-        "noisy-descent or rewind-to-delete; left out with --recipe.",
-    ),
-]
-StartClip = Annotated[float | None, typer.Option(help="C0: norm of the start around the centre.")]
-GradClip = Annotated[float | None, typer.Option(help="C1: norm of each gradient.")]
-ModelClip = Annotated[float | None, typer.Option(help="C2: norm of the model at each step.")]
-LearningRate = Annotated[float | None, typer.Option(help="γ of the noisy steps.")]
-WeightDecay = Annotated[float | None, typer.Option(help="λ: pull towards the centre.")]
-Steps = Annotated[int | None, typer.Option(help="T: number of noisy steps.")]
-NoiseStd = Annotated[float | None, typer.Option(help="σ: noise of each step.")]
-StartNoiseStd = Annotated[float | None, typer.Option(help="σ0: noise added to the start.")]
-Clip = Annotated[float | None, typer.Option(help="DP-SGD: norm of each example's gradient.")]
-NoiseMultiplier = Annotated[float | None, typer.Option(help="DP-SGD: noise in units of clip.")]
-SamplingRate = Annotated[float | None, typer.Option(help="DP-SGD: Poisson sampling rate.")]
-GroupSize = Annotated[int | None, typer.Option(help="Examples to forget (methods that need it).")]
-RecipeFile = Annotated[
-    Path | None,
-    typer.Option("--recipe", help="TOML file with method = … and its parameters; may hold lists."),
-]
-ComparedTo = Annotated[str, typer.Option(help="retrained or centre.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -67,112 +47,10 @@ def options(
 ) -> None:
     """Certified machine unlearning: accounts, plans, runs and certificates."""
     if version:
-        jobcommands.show_version()
+        doctor.show_version()
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-@app.command()
-def account(
-    method: Method = None,
-    start_clip: StartClip = None,
-    grad_clip: GradClip = None,
-    model_clip: ModelClip = None,
-    learning_rate: LearningRate = None,
-    weight_decay: WeightDecay = None,
-    steps: Steps = None,
-    noise_std: NoiseStd = None,
-    start_noise_std: StartNoiseStd = None,
-    clip: Clip = None,
-    noise_multiplier: NoiseMultiplier = None,
-    sampling_rate: SamplingRate = None,
-    group_size: GroupSize = None,
-    recipe: RecipeFile = None,
-    epsilon: Annotated[float | None, typer.Option(help="Solve for delta at this epsilon.")] = None,
-    delta: Annotated[float | None, typer.Option(help="Solve for epsilon at this delta.")] = None,
-    compared_to: ComparedTo = "retrained",
-    curve: Annotated[Path | None, typer.Option(help="Also draw it: .svg, .png or .pdf.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """What a recipe certifies: give --delta or --epsilon, get the other."""
-    given = dict(locals())
-    from expunge.accounting.guarantee import guarantee, guarantee_to_dict
-    from expunge.cli.text import print_guarantee
-    from expunge.recipes import from_dict
-
-    made = from_dict(_collect(given))
-    found = guarantee(made, epsilon=epsilon, delta=delta, compared_to=cast(Any, compared_to))
-    if curve is not None:
-        from expunge.reports.plotting import draw_curve
-
-        draw_curve(made, curve, epsilon=epsilon, delta=delta, compared_to=cast(Any, compared_to))
-    if as_json:
-        _print_json(guarantee_to_dict(made, found))
-    else:
-        print_guarantee(made, found)
-
-
-@app.command()
-def calibrate(
-    epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
-    delta: Annotated[float, typer.Option(help="Target delta.")],
-    method: Method = None,
-    start_clip: StartClip = None,
-    grad_clip: GradClip = None,
-    model_clip: ModelClip = None,
-    learning_rate: LearningRate = None,
-    weight_decay: WeightDecay = None,
-    steps: Steps = None,
-    noise_std: NoiseStd = None,
-    start_noise_std: StartNoiseStd = None,
-    clip: Clip = None,
-    noise_multiplier: NoiseMultiplier = None,
-    sampling_rate: SamplingRate = None,
-    group_size: GroupSize = None,
-    recipe: RecipeFile = None,
-    parameters: Annotated[
-        int | None, typer.Option(help="Certified parameters: count their finite precision too.")
-    ] = None,
-    compared_to: ComparedTo = "retrained",
-    as_json: AsJson = False,
-) -> None:
-    """The one parameter you leave out (noise, steps or a clip) that just meets the target."""
-    given = dict(locals())
-    from expunge.accounting.calibration import calibrate as find_best
-    from expunge.accounting.guarantee import guarantee, guarantee_to_dict
-    from expunge.cli.text import print_guarantee
-    from expunge.recipes import METHODS, from_dict
-
-    data = _collect(given)
-    kind = METHODS.get(data.get("method", ""))
-    if kind is None:
-        from_dict(data)
-    fields = dataclasses.fields(cast(Any, kind))
-    missing = [f.name for f in fields if f.default is f.default_factory and f.name not in data]
-    if len(missing) != 1 or missing[0] not in FREE:
-        raise InputError(
-            f"calibrate needs exactly one of {', '.join(f.name for f in fields if f.name in FREE)} "
-            f"left out; missing here: {', '.join(missing) or 'nothing'}"
-        )
-    free = missing[0]
-
-    def make(value: float) -> Any:
-        return from_dict(data | {free: int(value) if free == "steps" else value})
-
-    best = find_best(
-        make,
-        epsilon=epsilon,
-        delta=delta,
-        compared_to=cast(Any, compared_to),
-        find=FREE[free],
-        parameters=parameters,
-    )
-    found = guarantee(best, delta=delta, compared_to=cast(Any, compared_to))
-    if as_json:
-        _print_json(guarantee_to_dict(best, found))
-    else:
-        print_guarantee(best, found)
 
 
 @app.command()
@@ -204,10 +82,7 @@ def plan(
         batch_size=batch_size,
         compared_to=cast(Any, compared_to),
     )
-    if as_json:
-        _print_json(plan_to_dict(found))
-    else:
-        print_plan(found)
+    print_json(plan_to_dict(found)) if as_json else print_plan(found)
 
 
 CertificatePath = Annotated[
@@ -237,7 +112,7 @@ def verify(
     path = certificate / "certificate.json" if certificate.is_dir() else certificate
     found = check(path, weights, public_key, parent=parent, record=record)
     if as_json:
-        _print_json({"holds": True} | found.model_dump(mode="json"))
+        print_json({"holds": True} | found.model_dump(mode="json"))
         return
     typer.echo(
         f"{path} holds: epsilon = {found.epsilon:.6g}, delta = {found.delta:.6g}, "
@@ -285,7 +160,7 @@ def demo(
     run_demo(out, sign)
 
 
-for command in (jobcommands.unlearn, jobcommands.init, jobcommands.doctor):
+for command in (jobs.unlearn, jobs.init, doctor.doctor):
     app.command()(command)
 
 
@@ -314,41 +189,11 @@ def audit(
         progress=True,
     )
     if as_json:
-        _print_json(to_plain(found))
+        print_json(to_plain(found))
     else:
         typer.echo("\n".join(list_facts(found)))
     if found.contradicts:
         raise typer.Exit(1)
-
-
-def _collect(given: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as plain data from the options, or from --recipe with options on top."""
-    names = (
-        "start_clip grad_clip model_clip learning_rate weight_decay steps noise_std "
-        "start_noise_std clip noise_multiplier sampling_rate group_size"
-    )
-    options = {name: given[name] for name in names.split() if given.get(name) is not None}
-    data = _read_recipe(given["recipe"]) if given["recipe"] is not None else {}
-    if given["method"] is not None:
-        if data.get("method", given["method"]) != given["method"]:
-            raise InputError(
-                f"METHOD is {given['method']!r} but the recipe file says {data['method']!r}"
-            )
-        data["method"] = given["method"]
-    return data | options
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--recipe {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"--recipe {path} is not valid TOML: {error}") from None
-
-
-def _print_json(data: dict[str, Any]) -> None:
-    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
 
 
 def main() -> None:

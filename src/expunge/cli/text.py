@@ -1,14 +1,26 @@
-"""Recipes, guarantees and plans as tables for people and as plain data for programs."""
+"""What commands print: recipes, guarantees and plans as tables for people, JSON for programs."""
 
 from __future__ import annotations
 
 import decimal
+import json
 import math
-from typing import Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from expunge.accounting.planning import Plan
-from expunge.jobs.preview import Preview
-from expunge.recipes import Guarantee, ModelClipping, Recipe, to_dict
+import typer
+
+if TYPE_CHECKING:
+    from expunge.accounting.planning import Plan
+    from expunge.jobs.prepare import Preview
+    from expunge.recipes import Guarantee, Recipe
+
+ComparedTo = Annotated[str, typer.Option(help="retrained or centre.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """One JSON object on stdout."""
+    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
 
 
 def print_preview(found: Preview) -> None:
@@ -64,8 +76,14 @@ def format_up(value: float | None, digits: int = 8) -> str:
     return f"{float(context.create_decimal(repr(value))):.{digits}g}"
 
 
-def print_guarantee(recipe: Recipe, found: Guarantee) -> None:
-    """The recipe and what it certifies, as two small tables."""
+def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool = False) -> None:
+    """The recipe and what it certifies, as two small tables or as one object."""
+    from expunge.accounting.guarantee import guarantee_to_dict
+    from expunge.recipes import ModelClipping, to_dict
+
+    if as_json:
+        print_json(guarantee_to_dict(recipe, found))
+        return
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
@@ -107,6 +125,8 @@ def print_plan(found: Plan) -> None:
     from rich.box import SIMPLE
     from rich.console import Console
     from rich.table import Table
+
+    from expunge.recipes import to_dict
 
     console = Console(highlight=False)
     console.print(

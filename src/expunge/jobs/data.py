@@ -1,9 +1,14 @@
-"""The data of a job, parted by identifiers into what is kept, what is forgotten, and a test set."""
+"""The data of a job, split by identifiers into what is kept, what is forgotten, and a test set.
+
+Identifiers are text in Unicode's NFC. One may stand on many samples: it names a person, not a row,
+and forgetting it forgets every sample that carries it.
+"""
 
 from __future__ import annotations
 
 import csv
 import importlib
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +26,8 @@ from expunge.training.batches import Batches
 def read_ids(path: str | Path, column: str | None = None) -> list[str]:
     """Identifiers from a text file, one per line, or from a ``column`` of a CSV or Parquet file.
 
-    Blank lines are skipped and spaces around an identifier dropped. Parquet needs ``pyarrow``.
+    Blank lines are skipped, spaces around an identifier dropped, and one that is named again counts
+    once. Parquet needs ``pyarrow``.
     """
     file = Path(path)
     try:
@@ -34,10 +40,19 @@ def read_ids(path: str | Path, column: str | None = None) -> list[str]:
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InputError(f"file of identifiers {file} cannot be read: {reason}") from error
-    names = [name for line in found if (name := line.strip())]
+    names = [normalise(name) for line in found if (name := line.strip())]
     if not names:
         raise InputError(f"file of identifiers {file} names no identifier; it must name at least 1")
-    return names
+    return list(dict.fromkeys(names))
+
+
+def normalise(name: str) -> str:
+    """An identifier as it is compared: texts that look the same are the same.
+
+    >>> normalise("Zoe\u0308") == "Zo\u00eb"
+    True
+    """
+    return unicodedata.normalize("NFC", name)
 
 
 def _read_csv(file: Path, column: str | None) -> list[str]:
@@ -64,7 +79,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Split:
     """Some samples of a data set by their positions; ``tensors`` if they are in memory as two."""
 
     dataset: Any
@@ -76,7 +91,7 @@ class Part:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def first(self, count: int | None) -> Part:
+    def first(self, count: int | None) -> Split:
         """At most the first ``count`` samples."""
         if count is None or count >= len(self):
             return self
@@ -84,28 +99,28 @@ class Part:
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Splits:
     """``retain`` and ``forget`` are disjoint and come from ``train``; ``test`` may be missing."""
 
-    retain: Part
-    forget: Part
-    test: Part | None
+    retain: Split
+    forget: Split
+    test: Split | None
 
 
-def part_data(
+def split_data(
     loaded: object,
     forget: Sequence[str],
     forgotten: Iterable[str] = (),
     field: str = "data.load",
-) -> Parts:
+) -> Splits:
     """Split what a job's ``load()`` returned by the identifiers to forget.
 
     ``forgotten`` are identifiers of earlier requests: they are left out wherever they still are.
 
-    >>> data = {"train": (torch.eye(4), torch.arange(4)), "ids": ["a", "b", "c", "d"]}
-    >>> parts = part_data(data, ["b"], ["d", "gone"])
-    >>> parts.retain.ids, parts.forget.ids, parts.test
-    (('a', 'c'), ('b',), None)
+    >>> data = {"train": (torch.eye(5), torch.arange(5)), "ids": ["a", "b", "c", "d", "b"]}
+    >>> splits = split_data(data, ["b"], ["d", "gone"])
+    >>> splits.retain.ids, splits.forget.ids, splits.test
+    (('a', 'c'), ('b', 'b'), None)
     """
     if not isinstance(loaded, Mapping) or "train" not in loaded:
         raise InputError(
@@ -118,19 +133,25 @@ def part_data(
         raise InputError(
             f"{field} returned the key {unknown[0]!r}; it may have train, ids, test and collate"
         )
-    train, collate = data["train"], data.get("collate")
+    train, collate, test = data["train"], data.get("collate"), data.get("test")
     count = _count(train, f"{field}: train")
-    ids = _read_ids(data.get("ids"), train, count, field)
-    wanted = _check_forget(forget, ids)
-    leaving = wanted | set(forgotten)
+    ids = _list_ids(data.get("ids"), train, count, field)
+    wanted = set(map(normalise, forget))
+    leaving = wanted.union(map(normalise, forgotten))
+    unknown = sorted(wanted.difference(ids))
+    if unknown:
+        raise InputError(
+            f"data.forget names {len(unknown)} unknown samples, the first is {unknown[0]!r}; each "
+            f"must be one of the identifiers of the {count} training samples, such as {ids[0]!r}"
+        )
     kept = tuple(i for i, name in enumerate(ids) if name not in leaving)
     gone = tuple(i for i, name in enumerate(ids) if name in wanted)
-    if not kept:
+    if not kept or not gone:
         raise InputError(
-            f"data.forget names all {len(gone)} samples that are left; at least one must be kept"
+            f"data.forget names {len(gone)} of the {len(gone) + len(kept)} samples that are left; "
+            "at least one must be forgotten and at least one kept"
         )
-    test = data.get("test")
-    return Parts(
+    return Splits(
         retain=choose(train, kept, tuple(ids[i] for i in kept), collate),
         forget=choose(train, gone, tuple(ids[i] for i in gone), collate),
         test=None if test is None else _take_all(test, collate, f"{field}: test"),
@@ -139,14 +160,14 @@ def part_data(
 
 def choose(
     dataset: Any, positions: tuple[int, ...], ids: tuple[str, ...], collate: Collate | None
-) -> Part:
+) -> Split:
     """The samples at these positions; gathered at once when the data set is two tensors."""
     pair = find_tensors(dataset)
     if pair is not None and len(positions) != len(pair[0]):
         places = torch.tensor(positions, dtype=torch.int64)
         x, y = pair
         pair = x.index_select(0, places.to(x.device)), y.index_select(0, places.to(y.device))
-    return Part(dataset, positions, ids, pair if collate is None else None, collate)
+    return Split(dataset, positions, ids, pair if collate is None else None, collate)
 
 
 def find_tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
@@ -168,25 +189,25 @@ def find_tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def make_loader(
-    part: Part, batch_size: int, *, seed: int | None = None, workers: int = 0
+    split: Split, batch_size: int, *, seed: int | None = None, workers: int = 0
 ) -> Batches | DataLoader[Any]:
-    """Batches of a part, shuffled anew each pass if ``seed`` is given.
+    """Batches of a split, shuffled anew each pass if ``seed`` is given.
 
     A last batch of a single sample is left out of shuffled passes: batch normalisation in training
     mode cannot take it.
     """
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    drop = seed is not None and len(part) > batch_size and len(part) % batch_size == 1
-    if part.tensors is not None:
-        x, y = part.tensors
+    drop = seed is not None and len(split) > batch_size and len(split) % batch_size == 1
+    if split.tensors is not None:
+        x, y = split.tensors
         return Batches(x, y, batch_size=batch_size, generator=generator, drop_last=drop)
     return DataLoader(
-        Subset(part.dataset, part.positions),
+        Subset(split.dataset, split.positions),
         batch_size=batch_size,
         shuffle=generator is not None,
         generator=generator,
         num_workers=workers,
-        collate_fn=part.collate,
+        collate_fn=split.collate,
         drop_last=drop,
     )
 
@@ -210,8 +231,8 @@ def _count(dataset: Any, what: str) -> int:
     return len(dataset)
 
 
-def _read_ids(given: Any, train: Any, count: int, field: str) -> list[str]:
-    """One identifier per sample, each its own; positions if there are none."""
+def _list_ids(given: Any, train: Any, count: int, field: str) -> list[str]:
+    """One identifier per sample; positions if there are none."""
     if given is None:
         given = getattr(train, "ids", None)
     if given is None:
@@ -220,36 +241,12 @@ def _read_ids(given: Any, train: Any, count: int, field: str) -> list[str]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, str | int | np.integer):
             raise InputError.of(f"{field}: an identifier in ids", value, "a text or whole number")
-    ids = [str(value) for value in values]
-    if len(ids) != count:
-        raise InputError.of(f"{field}: the number of ids", len(ids), f"{count}, as many as samples")
-    if len(set(ids)) != count:
-        twice = _find_twice(ids)
-        raise InputError(f"{field}: two samples share the identifier {twice!r}; each needs its own")
-    return ids
+    if len(values) != count:
+        valid = f"{count}, as many as samples"
+        raise InputError.of(f"{field}: the number of ids", len(values), valid)
+    return [normalise(str(value)) for value in values]
 
 
-def _check_forget(forget: Sequence[str], ids: list[str]) -> set[str]:
-    wanted, known = set(forget), set(ids)
-    if not wanted:
-        raise InputError("data.forget names no identifier; it must name at least one")
-    if len(wanted) != len(forget):
-        twice = _find_twice(forget)
-        raise InputError(f"data.forget names {twice!r} more than once; each may be named once")
-    unknown = [name for name in forget if name not in known]
-    if unknown:
-        raise InputError(
-            f"data.forget names {len(unknown)} unknown samples, the first is {unknown[0]!r}; each "
-            f"must be one of the {len(ids)} identifiers of the training data, such as {ids[0]!r}"
-        )
-    return wanted
-
-
-def _find_twice(names: Sequence[str]) -> str:
-    seen = set[str]()
-    return next(name for name in names if name in seen or seen.add(name))
-
-
-def _take_all(dataset: Any, collate: Collate | None, what: str) -> Part:
+def _take_all(dataset: Any, collate: Collate | None, what: str) -> Split:
     positions = tuple(range(_count(dataset, what)))
     return choose(dataset, positions, tuple(map(str, positions)), collate)

@@ -1,10 +1,9 @@
 """A run directory: model, record, certificate, metrics and report, all there or none.
 
-The hidden folder beside the output that holds an unfinished run: its state, and a lock.
-
-What is in it is private: a checkpoint of the noisy steps is not covered by any certificate.
-
-What makes two jobs the same job: their tables, and the bytes of the files that they name.
+Until all of it is there, the run lives in a hidden folder beside it, with its state and a lock.
+What is in that folder is private: a checkpoint of the noisy steps is not covered by any
+certificate. What makes two jobs the same job is here too: their tables, and the bytes of the files
+that they name.
 """
 
 from __future__ import annotations
@@ -14,21 +13,23 @@ import hashlib
 import json
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
-from expunge.errors import InputError, UnlearningError
-from expunge.files import hold_lock, to_plain, write_atomic
-from expunge.jobs.jobfile import FILE_KEYS, JobFile
+from expunge.errors import CertificateError, InputError, RunError, UnlearningError
+from expunge.files import hold_lock, read_limited, to_plain, write_atomic
+from expunge.jobs.jobfile import JobFile
 from expunge.processes.stopping import Stopped
 from expunge.reports.page import write_report
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from expunge.processes.group import Processes
 
 FILES = ("model.safetensors", "record.json", "certificate.json", "metrics.json", "report.html")
 
@@ -48,12 +49,15 @@ def check_free(directory: str | Path) -> Path:
         )
     if path.exists() and not path.is_dir():
         raise InputError(f"output directory {path} is a file; name a directory")
-    parent = path.absolute().parent
-    while not parent.exists():
-        parent = parent.parent
-    if not parent.is_dir():
-        raise InputError(f"output directory {path} cannot be made: {parent} is a file")
+    home = _find_home(path)
+    if not home.is_dir():
+        raise InputError(f"output directory {path} cannot be made: {home} is a file")
     return path
+
+
+def _find_home(path: Path) -> Path:
+    """The nearest folder above that is there."""
+    return next(place for place in path.absolute().parents if place.exists())
 
 
 def write_run(
@@ -63,44 +67,57 @@ def write_run(
     record: RunRecord,
     certificate: Certificate,
     metrics: Mapping[str, Any] | None = None,
-    save: Callable[[Path, Mapping[str, str]], object] | None = None,
+    processes: Processes | None = None,
 ) -> Path:
     """Write a complete run directory: a hidden sibling first, then one rename.
 
-    The weights file repeats the certificate's main facts in its metadata, so that file and
-    certificate name each other. ``save(folder, metadata)`` writes weights that are not in this
-    process, and vouches that they are the certificate's.
+    The file of weights holds the parameters and persistent buffers of the module, which must be
+    those that the certificate is about, and nothing else. It repeats the certificate's main facts
+    in its metadata, so that file and certificate name each other. With ``processes`` all of them
+    must call this; rank 0 writes, and the others hand it their parts of a sharded model.
     """
-    from expunge.processes.weights import hash_weights, save_weights
+    from expunge.processes.group import find_processes, is_sharded
+    from expunge.processes.weights import hash_together, list_tensors, save_together, save_weights
 
-    target = check_free(directory)
-    weights = model.state_dict() if save is None else {}
-    if save is None and hash_weights(weights) != certificate.weights.after:
-        raise UnlearningError(
-            "these are not the weights the certificate is about; certify after the last change"
-        )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-    draft.mkdir()
-    try:
-        if save is None:
-            save_weights(draft / "model.safetensors", weights, certificate.safetensors_metadata())
-        else:
-            save(draft, certificate.safetensors_metadata())
-        record.save(draft / "record.json")
-        certificate.save(draft / "certificate.json")
-        text = json.dumps(to_plain(metrics or {}), ensure_ascii=False, allow_nan=False, indent=1)
-        write_atomic(draft / "metrics.json", (text + "\n").encode())
-        write_report(draft)
-        draft.replace(target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+    group = find_processes(processes or False)
+    target, tensors, sharded = Path(directory), list_tensors(model), is_sharded(model)
+    facts = certificate.safetensors_metadata()
+    found = hash_together(tensors, group)
+    with group.together():
+        if found != certificate.weights.after:
+            raise UnlearningError(
+                "these are not the weights the certificate is about; certify after the last change"
+            )
+        if group.leads:
+            check_free(target)
+    with group.together():
+        if not group.leads:
+            if sharded:
+                save_together(None, tensors, facts, group)
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+        draft.mkdir()
+        try:
+            if sharded:
+                save_together(draft, tensors, facts, group)
+            else:
+                save_weights(draft / "model.safetensors", tensors, facts)
+            record.save(draft / "record.json")
+            certificate.save(draft / "certificate.json")
+            plain = to_plain(metrics or {})
+            text = json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1)
+            write_atomic(draft / "metrics.json", (text + "\n").encode())
+            write_report(draft)
+            draft.replace(target)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
     return target
 
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
-SPARE_BYTES = 16_000_000
+SPARE_BYTES, MAX_METRICS = 16_000_000, 10_000_000
 
 
 def workspace_of(target: Path) -> Path:
@@ -125,9 +142,7 @@ def check_output(target: Path, resume: bool, needed: int = 0) -> None:
         )
     if resume and not work.is_dir():
         raise InputError(f"there is no unfinished run in {work}; start without --resume")
-    home = target.absolute().parent
-    while not home.exists():
-        home = home.parent
+    home = _find_home(target)
     free = shutil.disk_usage(home).free
     if free < needed + SPARE_BYTES:
         raise InputError(
@@ -162,7 +177,7 @@ def open_workspace(target: Path, resume: bool, identity: Mapping[str, Any]) -> G
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            raise UnlearningError(
+            raise RunError(
                 f"the run stopped because {error.filename or work} cannot be written: "
                 f"{error.strerror}; its last checkpoint is kept, so make room and use --resume"
             ) from None
@@ -183,7 +198,7 @@ def _check_identity(work: Path, given: Mapping[str, Any]) -> None:
 
 
 # What says where and how a run is done, and nothing about what comes out.
-CIRCUMSTANCES = {
+WHERE = {
     "data": {"workers"},
     "output": {"dir", "title", "checkpoint_seconds", "tensorboard", "callback"},
 }
@@ -197,13 +212,10 @@ def hash_job(made: JobFile, known: dict[Path, str] | None = None) -> str:
     the hashes of files that several jobs share.
     """
     known = {} if known is None else known
-    tables = made.job.model_dump(mode="json", exclude=cast(Any, CIRCUMSTANCES))
+    tables = made.job.model_dump(mode="json", exclude=cast(Any, WHERE))
     files = dict[str, str]()
-    for table, key in FILE_KEYS:
-        given = cast(dict[str, Any], tables.get(table) or {}).get(key)
-        if given is None or (table, key) == ("output", "sign"):
-            continue
-        for name in cast(list[str], given if isinstance(given, list) else [given]):
+    for key, name in made.list_files():
+        if key != ("output", "sign"):
             path = made.locate(name)
             if path not in known:
                 known[path] = _hash_file(path)
@@ -218,3 +230,20 @@ def _hash_file(path: Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
+
+
+def is_finished(made: JobFile, target: Path) -> bool:
+    """Whether ``target`` holds a complete run of this very job.
+
+    A job that torchrun restarts may have been complete before one of its processes died.
+    """
+    complete = (target / "certificate.json").is_file()
+    return complete and read_metrics(target).get("job") == hash_job(made)
+
+
+def read_metrics(target: Path) -> dict[str, Any]:
+    """What was measured in a run; nothing where that cannot be read."""
+    try:
+        return json.loads(read_limited(target / "metrics.json", MAX_METRICS, "metrics"))
+    except (CertificateError, ValueError):
+        return {}

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from expunge.certificates.verification import verify
-from expunge.errors import CertificateError, ExpungeError, InputError
+from expunge.errors import ExpungeError, InputError
 from expunge.files import read_limited
-from expunge.jobs.directory import check_output, hash_job, workspace_of
+from expunge.jobs.directory import check_output, hash_job, read_metrics, workspace_of
 from expunge.jobs.jobfile import JobFile, read_job
-from expunge.jobs.many import Meter, Outcome, Pool, Task, describe, perform
+from expunge.jobs.many import Item, Outcome, Pool, perform
 from expunge.processes.stopping import catch_signals
 
 MAX_BYTES = 10_000_000
@@ -61,22 +61,20 @@ def run_folder(
     for job in jobs:
         if job.state == "finished":
             _remove_leftovers(job.target)
-            found[job.name] = Outcome(job.name, read_facts(job.target), attempts=0, kept=True)
-    tasks = [_make_task(job) for job in jobs if job.name not in found]
+            found[job.name] = Outcome(job.name, read_facts(job.target), kept=True)
+    left = [_make_item(job) for job in jobs if job.name not in found]
+    shared = find_shared(jobs)
     with (
-        Meter(len(jobs), kept=len(found), shown=progress) as meter,
         redirect_stdout(sys.stderr),
         nullcontext() if pool is None else catch_signals(),
-        closing(perform(run_one, tasks, pool)) as outcomes,
+        closing(perform(run_one, left, pool, kept=len(found), progress=progress)) as outcomes,
     ):
-        for sentence in find_shared(jobs):
-            meter.tell(sentence)
-        for outcome in outcomes:
-            ended = _check_visible(outcome)
-            found[ended.name] = ended
-            meter.count(done=ended.error is None, line=describe(ended))
-            for warning in (ended.value or {}).get("told", ()):
-                meter.tell(f"{ended.name}: {warning}")
+        for outcome, bar in outcomes:
+            ended = found[outcome.name] = _check_visible(outcome)
+            told = [f"{ended.name}: {line}" for line in (ended.value or {}).get("told", ())]
+            for line in (*shared, *told):
+                bar.tell(line)
+            shared = []
     return {job.name: found[job.name] for job in jobs}
 
 
@@ -93,7 +91,7 @@ def check_folder(folder: str | Path, *, out: str | Path | None = None) -> list[F
         except ExpungeError as error:
             problems.append(str(error))
             continue
-        target = made.locate(made.job.output.dir) if out is None else Path(out).absolute() / name
+        target = made.find_target(None if out is None else Path(out).absolute() / name)
         state: State = "new"
         try:
             state = find_state(made, target, known)
@@ -147,7 +145,7 @@ def find_state(made: JobFile, target: Path, known: dict[Path, str] | None = None
         unfinished = workspace_of(target).exists()
         check_output(target, resume=unfinished)
         return "unfinished" if unfinished else "new"
-    if _read_metrics(target).get("job") != hash_job(made, known):
+    if read_metrics(target).get("job") != hash_job(made, known):
         raise InputError(
             f"output directory {target} holds a run of another job; name another one or remove it "
             "first"
@@ -167,7 +165,6 @@ def run_one(argument: Mapping[str, str]) -> dict[str, Any]:
     heard = list[str]()
     with (
         chdir(home) if Path(home).is_dir() else nullcontext(),
-        _own_modules(made.folder, Path(home)),
         _hearing(heard),
     ):
         state = find_state(made, target)
@@ -185,7 +182,7 @@ def read_facts(target: Path) -> dict[str, Any]:
     """What a finished run is worth telling: the guarantee, and the accuracies of its last stage."""
     path = target / "certificate.json"
     certificate = json.loads(read_limited(path, MAX_BYTES, "certificate"))
-    metrics = _read_metrics(target)
+    metrics = read_metrics(target)
     method = certificate["recipe"]["method"]
     own = [row for row in metrics.get("stages", []) if row.get("arm") == method]
     last = own[-1] if own else {}
@@ -199,11 +196,11 @@ def read_facts(target: Path) -> dict[str, Any]:
     )
 
 
-def _make_task(job: FolderJob) -> Task:
+def _make_item(job: FolderJob) -> Item:
     paths = {"job": str(job.made.path.absolute()), "target": str(job.target)}
     device = job.made.job.model.device or "cpu"
     gpus = 1.0 if device.startswith("cuda") else 0.0
-    return Task(job.name, paths | {"home": str(Path.cwd())}, gpus=gpus)
+    return Item(job.name, paths | {"home": str(Path.cwd())}, gpus=gpus)
 
 
 def _check_visible(outcome: Outcome) -> Outcome:
@@ -214,7 +211,7 @@ def _check_visible(outcome: Outcome) -> Outcome:
         f"{outcome.value['directory']} was written on another machine and cannot be seen here; "
         "the directory of jobs must be on a disk that all machines share"
     )
-    return Outcome(outcome.name, None, sentence, outcome.attempts, outcome.seconds)
+    return Outcome(outcome.name, None, sentence, outcome.seconds)
 
 
 def _find_clashes(jobs: Iterable[FolderJob]) -> list[str]:
@@ -236,39 +233,12 @@ def _find_clashes(jobs: Iterable[FolderJob]) -> list[str]:
     return found
 
 
-def _read_metrics(target: Path) -> dict[str, Any]:
-    try:
-        return json.loads(read_limited(target / "metrics.json", MAX_BYTES, "metrics"))
-    except (CertificateError, ValueError):
-        return {}
-
-
 def _remove_leftovers(target: Path) -> None:
     """Drafts of this run by workers that died while writing it; it is complete without them."""
     shutil.rmtree(workspace_of(target), ignore_errors=True)
     for draft in target.parent.glob(f".{target.name}.*.tmp"):
         if re.fullmatch(r"[0-9a-f]{16}", draft.name.split(".")[-2]):
             shutil.rmtree(draft, ignore_errors=True)
-
-
-@contextmanager
-def _own_modules(*folders: Path) -> Generator[None]:
-    """Modules of these folders are forgotten at the end: the next job may have others so named."""
-    before = set(sys.modules)
-    try:
-        yield
-    finally:
-        for name in set(sys.modules) - before:
-            module = sys.modules[name]
-            paths = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-            first = next((Path(path) for path in paths if path), None)
-            if (
-                first is not None
-                and name.partition(".")[0] != "expunge"
-                and "site-packages" not in first.parts
-                and any(first.is_relative_to(folder) for folder in folders)
-            ):
-                del sys.modules[name]
 
 
 @contextmanager

@@ -10,32 +10,74 @@ import importlib
 import importlib.util
 import json
 import sys
-import traceback
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from expunge.errors import ExpungeError, InputError
+from expunge.errors import ExpungeError, InputError, describe_error
 
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 
+class _PlainLoader(SourceFileLoader):
+    """Compiles a file each time: no byte code is read or written, so none can be found broken."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
+class _JobFinder:
+    """Finds modules as Python does, and loads those of some folders from their source alone."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = folders
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        found = PathFinder.find_spec(name, path, target)
+        if found is None or type(found.loader) is not SourceFileLoader:
+            return None
+        if not self.owns(name, found.origin):
+            return None
+        found.loader = _PlainLoader(name, found.loader.path)
+        return found
+
+    def owns(self, name: str, file: str | None) -> bool:
+        """Whether a module is one of the job's: in its folders, and not an installed package."""
+        if file is None or name.partition(".")[0] == "expunge" or "site-packages" in file:
+            return False
+        return any(Path(file).is_relative_to(folder) for folder in self.folders)
+
+
 @contextmanager
 def importing_from(folder: Path) -> Generator[None]:
-    """Let modules beside the job file be imported, and after them those of the working folder."""
-    before = list(sys.path)
-    sys.path[:0] = [str(folder), str(Path.cwd())]
+    """Let modules beside the job file be imported, and after them those of the working folder.
+
+    They are forgotten at the end: the next job may have others so named.
+    """
+    finder = _JobFinder((folder.absolute(), Path.cwd()))
+    before, places = set(sys.modules), list(sys.path)
+    sys.path[:0] = [str(place) for place in finder.folders]
+    sys.meta_path.insert(sys.meta_path.index(PathFinder), cast(Any, finder))
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path[:] = before
+        sys.path[:] = places
+        sys.meta_path.remove(cast(Any, finder))
+        for name in set(sys.modules) - before:
+            module = sys.modules[name]
+            held = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
+            if finder.owns(name, next((place for place in held if place), None)):
+                del sys.modules[name]
 
 
 def load_function(field: str, place: str, folder: Path) -> Callable[..., Any]:
@@ -50,7 +92,8 @@ def load_function(field: str, place: str, folder: Path) -> Callable[..., Any]:
     """
     home, _, name = place.rpartition(":")
     with explaining(f"{field} is {place!r}, which cannot be imported"):
-        module = _import_file(folder / home) if home.endswith(".py") else _import_module(home)
+        is_file = home.endswith(".py")
+        module = _import_file(folder / home) if is_file else importlib.import_module(home)
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{field} is {place!r}; {home} has no function {name}")
@@ -58,30 +101,19 @@ def load_function(field: str, place: str, folder: Path) -> Callable[..., Any]:
 
 
 @contextmanager
-def explaining(what: str) -> Generator[None]:
-    """Turn what somebody's code raises into one sentence that says what and where."""
+def explaining(what: str, passing: Collection[int] = ()) -> Generator[None]:
+    """Turn what somebody's code raises into one sentence that says what and where.
+
+    System errors whose number is in ``passing`` are left as they are.
+    """
     try:
         yield
     except ExpungeError:
         raise
     except Exception as error:
-        raise explain(what, error) from error
-
-
-def explain(what: str, error: Exception) -> InputError:
-    """One sentence for what somebody's code raised.
-
-    >>> try:
-    ...     {}["shop"]
-    ... except KeyError as error:
-    ...     str(explain("data.load failed", error))[:42]
-    "data.load failed: KeyError: 'shop' (<docte"
-    """
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    reason = str(error).strip().split("\n")[0] or type(error).__name__
-    return InputError(
-        f"{what}: {type(error).__name__}: {reason} ({frame.filename}, line {frame.lineno})"
-    )
+        if isinstance(error, OSError) and error.errno in passing:
+            raise
+        raise InputError(f"{what}: {describe_error(error)}") from error
 
 
 def build_model(build: Callable[[], Any], field: str = "model.build") -> nn.Module:
@@ -124,6 +156,19 @@ def read_weights(path: Path, field: str) -> dict[str, Tensor]:
         if tensors and all(isinstance(value, Tensor) for value in tensors.values()):
             return tensors
     raise InputError(f"{field} is {path}; it must hold named tensors, as state_dict() gives them")
+
+
+def read_metadata(path: Path) -> Mapping[str, str]:
+    """What a safetensors file, or the first file of an index, says about itself."""
+    from safetensors import safe_open
+
+    if path.name.endswith(".index.json"):
+        files: Iterable[str] = json.loads(path.read_text("utf-8"))["weight_map"].values()
+        path = path.with_name(Path(min(files)).name)
+    if path.suffix != ".safetensors":
+        return {}
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> tuple[str, ...]:
@@ -170,20 +215,16 @@ def match_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
     return {name if name in own else short.get(name, name): t for name, t in tensors.items()}
 
 
-def _import_module(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
 def _import_file(path: Path) -> ModuleType:
     """A file as a module of its own name, so that two files of the same name do not meet."""
     name = f"expunge_job_{path.stem}_{sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ImportError(f"{path} is not a Python file")
+    loader = _PlainLoader(name, str(path))
+    found = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert found is not None
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
     try:
-        found.loader.exec_module(module)
+        loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

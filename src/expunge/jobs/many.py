@@ -2,12 +2,9 @@
 
 What is finished is never done twice: a call after a crash, a Ctrl-C or a failure does what is left.
 
-Tasks on Ray: a cluster by its address, or one of our own on this machine while they run.
-
-Only here is Ray imported, and only when it is asked for. A worker that dies is replaced and its
-task tried again; what a task raises is its outcome and is not tried again.
-
-How far many runs have come, on stderr: a bar on a terminal, plain lines elsewhere.
+Ray is a cluster by its address, or one of our own on this machine while the items run. Only here is
+it imported, and only when it is asked for. A worker that dies is replaced by Ray and its item tried
+again; what an item raises is its outcome and is not tried again.
 """
 
 from __future__ import annotations
@@ -26,42 +23,54 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, cast
 
-from expunge.errors import ExpungeError, InputError
+from expunge.errors import ExpungeError, InputError, describe_error
 from expunge.files import hold_lock, write_atomic
+from expunge.progress import Bar, describe_seconds
 
 LOG = logging.getLogger("expunge")
 FORMAT = "expunge-result-1"
 NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9_=,+.-]{0,149}")
+INSTALL = "pip install 'expunge[ray]'"
+PORT_SECONDS, ANSWER_SECONDS, GRACE_SECONDS = 3.0, 60.0, 20.0
+OBJECT_STORE_BYTES = 80_000_000
+QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # Ray's own 15 starves them on a machine that does anything else
+}
+PROBE = (
+    "import sys, ray\n"
+    "try:\n"
+    "    ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
+    "except BaseException as error:\n"
+    "    print(str(error).strip().split('\\n')[0]); sys.exit(1)\n"
+)
 
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of one item: its ``value``, or the sentence why there is none.
 
-    ``attempts`` counts the workers it took; it is more than 1 only if some of them died.
     ``kept`` says that it was finished before this call.
     """
 
     name: str
     value: Any = None
     error: str | None = None
-    attempts: int = 1
     seconds: float = 0.0
     kept: bool = False
 
 
 @dataclass(frozen=True)
-class Task:
-    """An item on its way: the argument of the function, and what Ray sets aside for it."""
+class Item:
+    """One run on its way: the argument of the function, and what Ray sets aside for it."""
 
     name: str
     argument: Any
@@ -71,10 +80,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Pool:
-    """Where tasks run on Ray: ``address`` of a cluster, or None for one of our own on this machine.
+    """Where items run on Ray: ``address`` of a cluster, or None for one of our own on this machine.
 
-    At most ``workers`` at once (None: as many as there are CPUs); a task whose worker died is
-    tried ``retries`` times more; ``fresh`` gives each task a process of its own.
+    At most ``workers`` at once (None: as many as there are CPUs); an item whose worker died is
+    tried ``retries`` times more; ``fresh`` gives each item a process of its own.
     """
 
     address: str | None = None
@@ -87,6 +96,42 @@ class Pool:
             raise InputError.of("workers", self.workers, "a whole number >= 1")
         if self.retries < 0:
             raise InputError.of("retries", self.retries, "a whole number >= 0")
+
+
+@dataclass
+class Tally:
+    """How many of ``total`` items are done, ``kept`` of them from before, and how many failed.
+
+    >>> tally = Tally(3, kept=1)
+    >>> tally.count(done=True)
+    >>> tally.describe(seconds=60.0)
+    '2 of 3 done, 1 left, about 60 s to go'
+    >>> tally.count(done=False)
+    >>> tally.describe(seconds=80.0)
+    '2 of 3 done, 1 failed, 0 left'
+    """
+
+    total: int
+    kept: int = 0
+    done: int = field(init=False)
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        self.done = self.kept
+
+    def count(self, *, done: bool) -> None:
+        """One more that is done or failed."""
+        self.done, self.failed = self.done + done, self.failed + (not done)
+
+    def describe(self, seconds: float) -> str:
+        """The counts ``seconds`` after the start, and the time left if the rest is like it."""
+        ended = self.done + self.failed
+        left, ran = self.total - ended, ended - self.kept
+        failed = f", {self.failed} failed" if self.failed else ""
+        found = f"{self.done} of {self.total} done{failed}, {left} left"
+        if ran == 0 or left == 0:
+            return found
+        return f"{found}, about {describe_seconds(seconds / ran * left)} to go"
 
 
 def run_many(
@@ -129,32 +174,38 @@ def run_many(
     folder.mkdir(parents=True, exist_ok=True)
     with hold_lock(folder / ".lock", f"another process is writing results to {folder}"):
         found = _load_all(folder, identities)
-        tasks = [Task(n, a, cpus, gpus) for n, a in items.items() if n not in found]
-        with (
-            Meter(len(items), kept=len(found), shown=progress) as meter,
-            closing(perform(function, tasks, pool)) as outcomes,
-        ):
-            for outcome in outcomes:
+        left = [Item(n, a, cpus, gpus) for n, a in items.items() if n not in found]
+        run = perform(function, left, pool, kept=len(found), progress=progress)
+        with closing(run):
+            for outcome, _ in run:
                 if outcome.error is None:
                     _save(folder, identities[outcome.name], outcome)
                 found[outcome.name] = outcome
-                meter.count(done=outcome.error is None, line=describe(outcome))
     return {name: found[name] for name in items}
 
 
 def perform(
-    function: Callable[[Any], Any], tasks: Sequence[Task], pool: Pool | None
-) -> Generator[Outcome]:
-    """The outcomes as they come: in order without a pool, else as Ray finishes them."""
-    if pool is not None and tasks:
-        # moved
+    function: Callable[[Any], Any],
+    items: Sequence[Item],
+    pool: Pool | None,
+    *,
+    kept: int = 0,
+    progress: bool = False,
+) -> Generator[tuple[Outcome, Bar]]:
+    """The outcomes as they come: in order without a pool, else as Ray finishes them.
 
-        with closing(perform_on_ray(function, tasks, pool)) as outcomes:
-            yield from outcomes
-        return
-    for task in tasks:
-        value, error, seconds = attempt(function, task.argument)
-        yield Outcome(task.name, value, error, seconds=seconds)
+    With each comes the bar that shows how far all have come, ``kept`` of them from before.
+    """
+    tally, started = Tally(len(items) + kept, kept), time.monotonic()
+    run = _run_on_ray(function, items, pool) if pool and items else _run_in_turn(function, items)
+    with Bar(tally.total, tally.describe(0.0), wanted=progress, lines=True) as bar, closing(run):
+        for outcome in run:
+            yield outcome, bar
+            tally.count(done=outcome.error is None)
+            if outcome.error is not None:
+                bar.tell(f"{outcome.name} failed: {outcome.error}")
+            title = tally.describe(time.monotonic() - started)
+            bar.update(tally.done + tally.failed, title)
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | None, float]:
@@ -171,7 +222,7 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | N
     except ExpungeError as error:
         failure = str(error)
     except (Exception, SystemExit) as error:
-        failure = explain(error)
+        failure = describe_error(error)
     try:
         value = json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -179,21 +230,9 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | N
     return value, failure, time.monotonic() - started
 
 
-def explain(error: BaseException) -> str:
-    """What was raised and where, in one line."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    reason = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}{f': {reason}' if reason else ''}{where}"
-
-
-def describe(outcome: Outcome) -> str | None:
-    """What there is to say about an outcome beside the count; nothing for the usual one."""
-    if outcome.error is not None:
-        return f"{outcome.name} failed: {outcome.error}"
-    if outcome.attempts > 1:
-        return f"{outcome.name} took {outcome.attempts} workers: the others died"
-    return None
+def _run_in_turn(function: Callable[[Any], Any], items: Sequence[Item]) -> Generator[Outcome]:
+    for item in items:
+        yield Outcome(item.name, *attempt(function, item.argument))
 
 
 def _identify(name: str, argument: Any, version: Any) -> dict[str, Any]:
@@ -207,7 +246,7 @@ def _identify(name: str, argument: Any, version: Any) -> dict[str, Any]:
 
 
 def _save(folder: Path, identity: Mapping[str, Any], outcome: Outcome) -> None:
-    facts = {"value": outcome.value, "attempts": outcome.attempts, "seconds": outcome.seconds}
+    facts = {"value": outcome.value, "seconds": outcome.seconds}
     made = {"format": FORMAT, "name": outcome.name, **identity, **facts}
     text = json.dumps(made | {"sha256": _digest(made)}, ensure_ascii=False, indent=1)
     write_atomic(folder / f"{outcome.name}.json", (text + "\n").encode("utf-8", "surrogatepass"))
@@ -226,8 +265,7 @@ def _load_all(folder: Path, identities: Mapping[str, dict[str, Any]]) -> dict[st
         elif _dump({key: saved.get(key) for key in identity}) != _dump(identity):
             others.append(path.name)
         else:
-            facts = (saved["value"], None, saved["attempts"], saved["seconds"])
-            found[name] = Outcome(name, *facts, kept=True)
+            found[name] = Outcome(name, saved["value"], None, saved["seconds"], kept=True)
     if others:
         raise InputError(
             f"{folder} has results of another argument or version: {', '.join(others)}; "
@@ -257,50 +295,25 @@ def _dump(data: Mapping[str, Any]) -> str:
     return json.dumps(data, sort_keys=True)
 
 
-INSTALL = "pip install 'expunge[ray]'"
-PORT_SECONDS, ANSWER_SECONDS, GRACE_SECONDS = 3.0, 60.0, 20.0
-OBJECT_STORE_BYTES = 80_000_000
-QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_worker_niceness": "0",  # Ray's own 15 starves them on a machine that does anything else
-}
-PROBE = (
-    "import sys, ray\n"
-    "try:\n"
-    "    ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
-    "except BaseException as error:\n"
-    "    print(str(error).strip().split('\\n')[0]); sys.exit(1)\n"
-)
-
-
-def perform_on_ray(
-    function: Callable[[Any], Any], tasks: Sequence[Task], pool: Pool
+def _run_on_ray(
+    function: Callable[[Any], Any], items: Sequence[Item], pool: Pool
 ) -> Generator[Outcome]:
     """The outcomes as they come. When it is closed early, what runs is asked to stop."""
-    with connected(pool, tasks) as ray:
-        options: dict[str, Any] = {"max_retries": 0} | ({"max_calls": 1} if pool.fresh else {})
-        remote = ray.remote(**options)(unpack_and_attempt)
+    with connected(pool, items) as ray:
+        options: dict[str, Any] = {"max_calls": 1} if pool.fresh else {}
+        remote = ray.remote(max_retries=pool.retries, **options)(unpack_and_attempt)
         places = [place or str(Path.cwd()) for place in sys.path]
-        waiting = deque((task, 1) for task in tasks)
-        running: dict[Any, tuple[Task, int]] = {}
-        most = len(tasks) if pool.workers is None else pool.workers
+        waiting, running = deque(items), dict[Any, Item]()
+        most = len(items) if pool.workers is None else pool.workers
         try:
             while waiting or running:
                 while waiting and len(running) < most:
-                    task, tries = waiting.popleft()
-                    sized = remote.options(num_cpus=task.cpus, num_gpus=task.gpus, name=task.name)
-                    packed = ray.cloudpickle.dumps((function, task.argument))
-                    running[sized.remote(places, packed)] = task, tries
-                ready, _ = ray.wait(list(running), timeout=1.0)
-                for reference in ready:
-                    task, tries = running.pop(reference)
-                    outcome = _collect(ray, reference, task, tries)
-                    if outcome is None and tries <= pool.retries:
-                        LOG.warning("the worker of %s died; it is tried again", task.name)
-                        waiting.append((task, tries + 1))
-                    else:
-                        yield outcome or _give_up(task, tries)
+                    item = waiting.popleft()
+                    sized = remote.options(num_cpus=item.cpus, num_gpus=item.gpus, name=item.name)
+                    packed = ray.cloudpickle.dumps((function, item.argument))
+                    running[sized.remote(places, packed)] = item
+                for reference in ray.wait(list(running), timeout=1.0)[0]:
+                    yield _collect(ray, reference, running.pop(reference), pool.retries)
         finally:
             _stop(ray, list(running))
 
@@ -313,7 +326,7 @@ def unpack_and_attempt(places: list[str], packed: bytes) -> tuple[Any, str | Non
 
 
 @contextmanager
-def connected(pool: Pool, tasks: Sequence[Task]) -> Generator[Any]:
+def connected(pool: Pool, items: Sequence[Item]) -> Generator[Any]:
     """Ray's module, connected; a connection that was there already is used and left alone."""
     ray = import_ray()
     if ray.is_initialized():
@@ -325,7 +338,7 @@ def connected(pool: Pool, tasks: Sequence[Task]) -> Generator[Any]:
         options |= {"address": "local", "include_dashboard": False}
         options |= {"object_store_memory": OBJECT_STORE_BYTES}
         if pool.workers is not None:
-            options["num_cpus"] = pool.workers * math.ceil(max(task.cpus for task in tasks))
+            options["num_cpus"] = pool.workers * math.ceil(max(item.cpus for item in items))
     else:
         check_address(pool.address)
         options["address"] = pool.address
@@ -333,12 +346,13 @@ def connected(pool: Pool, tasks: Sequence[Task]) -> Generator[Any]:
         ray.init(**options)
     except Exception as error:
         where = "on this machine" if pool.address is None else f"at {pool.address}"
-        raise InputError(f"Ray {where} cannot be used: {explain(error)}") from None
+        raise InputError(f"Ray {where} cannot be used: {describe_error(error)}") from None
     finally:
-        _put_back(handler)
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own
     try:
         if pool.address is None:
-            _check_resources(ray, tasks)
+            _check_resources(ray, items)
         yield ray
     finally:
         ray.shutdown()
@@ -381,11 +395,6 @@ def check_address(address: str) -> None:
             f"Ray address {address} does not answer as Ray within {ANSWER_SECONDS:g} s; it must be "
             "the address that `ray start --head` prints, of the same version of Ray"
         ) from None
-    if done.returncode != 0 and "InvalidAuthToken" in done.stderr:
-        raise InputError(
-            f"Ray address {address} refuses us: that cluster asks for its token; set "
-            "RAY_AUTH_MODE=token here, and give Ray the token as its operator says"
-        )
     if done.returncode != 0:
         reason = (done.stdout.strip() or done.stderr.strip() or "no reason given").split("\n")[-1]
         raise InputError(f"Ray address {address} cannot be used: {reason}")
@@ -404,44 +413,32 @@ def _try_port(address: str) -> None:
         raise InputError(f"Ray address {address} does not answer: {reason.lower()}") from None
 
 
-def _check_resources(ray: Any, tasks: Sequence[Task]) -> None:
-    """A task that asks for more than there is would wait for ever."""
+def _check_resources(ray: Any, items: Sequence[Item]) -> None:
+    """An item that asks for more than there is would wait for ever."""
     there = ray.cluster_resources()
-    for task in tasks:
-        for name, asked in (("CPU", task.cpus), ("GPU", task.gpus)):
+    for item in items:
+        for name, asked in (("CPU", item.cpus), ("GPU", item.gpus)):
             if asked > there.get(name, 0):
                 raise InputError(
-                    f"{task.name} asks for {asked:g} {name} and Ray has {there.get(name, 0):g} here"
+                    f"{item.name} asks for {asked:g} {name} and Ray has {there.get(name, 0):g} here"
                 )
 
 
-def _collect(ray: Any, reference: Any, task: Task, tries: int) -> Outcome | None:
-    """The outcome of a task that has ended; None if its worker died."""
+def _collect(ray: Any, reference: Any, item: Item, retries: int) -> Outcome:
+    """The outcome of an item that has ended, and whose worker Ray tried often enough."""
     errors = ray.exceptions
-    deaths = (
-        errors.WorkerCrashedError,
-        errors.NodeDiedError,
-        errors.OutOfMemoryError,
-        errors.ObjectLostError,
-        errors.RaySystemError,
-    )
     try:
-        value, failure, seconds = ray.get(reference)
+        return Outcome(item.name, *ray.get(reference))
     except errors.RayTaskError as error:
         cause: BaseException = getattr(error, "cause", None) or error
         reason = f"{type(cause).__name__}: {str(cause).strip().split(chr(10))[0]}"
-        return Outcome(task.name, error=f"its worker cannot run it: {reason}", attempts=tries)
-    except deaths:
-        return None
+        return Outcome(item.name, error=f"its worker cannot run it: {reason}")
+    except (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError):
+        times = "once" if retries == 0 else f"{retries + 1} times"
+        sentence = f"its worker died {times} (killed, out of memory, or its machine is gone)"
+        return Outcome(item.name, error=sentence)
     except errors.RayError as error:
-        return Outcome(task.name, error=explain(error), attempts=tries)
-    return Outcome(task.name, value, failure, tries, seconds)
-
-
-def _give_up(task: Task, tries: int) -> Outcome:
-    times = "once" if tries == 1 else f"{tries} times"
-    sentence = f"its worker died {times} (killed, out of memory, or its machine is gone)"
-    return Outcome(task.name, error=sentence, attempts=tries)
+        return Outcome(item.name, error=describe_error(error))
 
 
 def _stop(ray: Any, running: list[Any]) -> None:
@@ -453,97 +450,3 @@ def _stop(ray: Any, running: list[Any]) -> None:
     _, late = ray.wait(running, num_returns=len(running), timeout=GRACE_SECONDS)
     for reference in late:
         ray.cancel(reference, force=True)
-
-
-def _put_back(handler: Any) -> None:
-    """Ray sets a handler of its own for SIGTERM."""
-    if threading.current_thread() is threading.main_thread() and handler is not None:
-        signal.signal(signal.SIGTERM, handler)
-
-
-class Meter:
-    """Counts what is done, failed and left; ``shown=False`` counts in silence.
-
-    >>> meter = Meter(3, kept=1, shown=False)
-    >>> meter.count(done=True)
-    >>> meter.describe(seconds=60.0)
-    '2 of 3 done, 1 left, about 60 s to go'
-    >>> meter.count(done=False)
-    >>> meter.describe(seconds=80.0)
-    '2 of 3 done, 1 failed, 0 left'
-    """
-
-    def __init__(self, total: int, *, kept: int = 0, shown: bool = True) -> None:
-        self.total, self.kept, self.done, self.failed = total, kept, kept, 0
-        self._shown, self._started, self._bar = shown, time.monotonic(), None
-
-    def __enter__(self) -> Self:
-        if self._shown and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            text = TextColumn("{task.description}", markup=False)
-            self._bar: Any = Progress(BarColumn(), text, console=Console(stderr=True))
-            self._task = self._bar.add_task("", total=self.total)
-            self._bar.start()
-        self._show()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    @property
-    def left(self) -> int:
-        return self.total - self.done - self.failed
-
-    def count(self, *, done: bool, line: str | None = None) -> None:
-        """One more that is done or failed; ``line`` says which and how."""
-        if done:
-            self.done += 1
-        else:
-            self.failed += 1
-        if line is not None:
-            self.tell(line)
-        self._show()
-
-    def tell(self, line: str) -> None:
-        """A line of its own, above the bar if there is one."""
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-        elif self._shown:
-            print(line, file=sys.stderr, flush=True)
-
-    def describe(self, seconds: float) -> str:
-        """The counts ``seconds`` after the start, and the time left if the rest is like it."""
-        failed = f", {self.failed} failed" if self.failed else ""
-        found = f"{self.done} of {self.total} done{failed}, {self.left} left"
-        ran = self.done + self.failed - self.kept
-        if ran == 0 or self.left == 0:
-            return found
-        return f"{found}, about {describe_seconds(seconds / ran * self.left)} to go"
-
-    def _show(self) -> None:
-        text = self.describe(time.monotonic() - self._started)
-        if self._bar is not None:
-            ended = self.done + self.failed
-            self._bar.update(self._task, completed=ended, description=text, refresh=True)
-        elif self._shown:
-            print(text, file=sys.stderr, flush=True)
-
-
-def describe_seconds(seconds: float) -> str:
-    """A length of time as people say it.
-
-    >>> [describe_seconds(s) for s in (0.2, 59, 61, 7000, 200_000)]
-    ['1 s', '59 s', '2 min', '2 h', '3 days']
-    """
-    for unit, length, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
-        if seconds <= most * length:
-            return f"{max(math.ceil(seconds / length), 1)} {unit}"
-    return f"{math.ceil(seconds / 86400)} days"

@@ -1,40 +1,55 @@
-"""A job made ready to run: its model, data, loss and recipe, all checked, nothing written."""
+"""A job made ready to run: its model, data, loss and recipe, all checked, nothing written.
+
+A dry run stops here, and tells recipe, cost, and what the certificate would say.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
+import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from expunge.accounting.guarantee import guarantee_to_dict
+from expunge.accounting.planning import Plan
+from expunge.accounting.precision import NoisyRecipe
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.identifiers import opens
 from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import sign_bytes
 from expunge.errors import CertificateError, InputError
-from expunge.jobs.data import Part, Parts, make_loader, part_data, read_ids
-from expunge.jobs.jobfile import JobFile
+from expunge.jobs.data import Split, Splits, make_loader, read_ids, split_data
+from expunge.jobs.directory import check_output
+from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import (
     build_model,
     explaining,
+    importing_from,
     load_function,
     match_names,
     put_weights,
+    read_metadata,
     read_weights,
 )
 from expunge.jobs.methods import Settled, settle
-from expunge.noisy.model import copy_subject
-from expunge.processes.weights import hash_weights
+from expunge.noisy.model import copy_model
+from expunge.noisy.noise import SeededNoise
+from expunge.noisy.run import unlearn
+from expunge.processes.weights import hash_weights, list_tensors
+from expunge.recipes import Guarantee, OutputPerturbation
 from expunge.training.batches import move_batch
 from expunge.training.losses import LossFunction, compute_loss, find_loss
 from expunge.training.randomness import untouched_random
 
 LOG = logging.getLogger("expunge")
+Public = dict[str, Tensor] | list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +60,8 @@ class Prepared:
 
     model: nn.Module
     centre: dict[str, Tensor] | None
-    parts: Parts
+    public: Public | None
+    splits: Splits
     loss_fn: LossFunction
     settled: Settled
     parent: Certificate | None
@@ -59,11 +75,11 @@ def prepare(made: JobFile) -> Prepared:
     job = made.job
     build, load, callback = _import_functions(made)
     with explaining("data.load failed"):
-        loaded = load()
-    parts = part_data(loaded, _read_forget(made), _read_forgotten(made))
-    _check_earlier(made, parts)
+        splits = split_data(load(), *_read_requests(made))
     model = build_model(build)
+    public = _find_public(made, model)
     given = read_weights(made.locate(job.model.weights), "model.weights")
+    _check_earlier(made, splits)
     kept = put_weights(model, given, "model.weights")
     if kept:
         LOG.info("%d frozen tensors are not in model.weights and stay as built", len(kept))
@@ -71,25 +87,118 @@ def prepare(made: JobFile) -> Prepared:
         with explaining(f"model.device is {job.model.device!r}, which cannot be used"):
             model.to(job.model.device)
     centre = _read_centre(made, model)
-    loss_fn = _find_loss(made, parts.retain)
-    subject = copy_subject(
-        model, centre, buffers=job.model.buffers, public_buffers=job.model.public_buffers
-    )
-    _try_batch(subject.model, parts.retain, loss_fn, min(job.method.batch_size, 2))
+    loss_fn = _find_loss(made, splits.retain)
+    copied = copy_model(model, centre, buffers=job.model.buffers, public=public)
+    _try_batch(copied.model, splits.retain, loss_fn, min(job.method.batch_size, 2))
     parent = _read_parent(made, model)
     if job.output.sign is not None:
         sign_bytes(b"", made.locate(job.output.sign))
     return Prepared(
         model=model,
         centre=centre,
-        parts=parts,
+        public=public,
+        splits=splits,
         loss_fn=loss_fn,
-        settled=settle(job, subject.size),
+        settled=settle(job, copied.size),
         parent=parent,
         callback=callback,
-        parameters=subject.size,
-        needed_bytes=16 * subject.size + sum(t.nbytes for t in model.state_dict().values()),
+        parameters=copied.size,
+        needed_bytes=16 * copied.size + sum(t.nbytes for t in list_tensors(model).values()),
     )
+
+
+@dataclass(frozen=True)
+class Preview:
+    """``gradient_evaluations`` counts examples in the noisy steps; ``seconds`` is an estimate from
+    timing one gradient and one draw of noise on this machine."""
+
+    directory: Path
+    recipe: NoisyRecipe
+    guarantee: Guarantee
+    plan: Plan | None
+    calibrated: bool
+    parameters: int
+    retain: int
+    forget: int
+    steps: int
+    gradient_evaluations: int
+    finetune_gradient_evaluations: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """One flat object, as ``--json`` prints it."""
+        nested = ("recipe", "guarantee", "plan")
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
+        plain["directory"] = str(self.directory)
+        return plain | guarantee_to_dict(self.recipe, self.guarantee)
+
+
+def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
+    """Read, build and check everything, time a step, and write nothing.
+
+    >>> preview_job("/nowhere/job.toml")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
+    """
+    made = read_job(path)
+    target = made.find_target(out)
+    check_output(target, resume=False)
+    with importing_from(made.folder):
+        ready = prepare(made)
+        check_output(target, False, ready.needed_bytes)
+        with explaining("a step cannot be timed"):
+            gradient, noise = time_step(made, ready)
+    settled, kept = ready.settled, len(ready.splits.retain)
+    batch = min(made.job.method.batch_size, kept)
+    steps = 0 if isinstance(settled.recipe, OutputPerturbation) else settled.recipe.steps
+    tuning = 0 if made.job.finetune is None else math.ceil(made.job.finetune.epochs * kept)
+    seconds = (steps * batch + tuning) / batch * gradient + max(steps, 1) * noise
+    return Preview(
+        directory=target,
+        recipe=settled.recipe,
+        guarantee=settled.guarantee,
+        plan=settled.plan,
+        calibrated=settled.calibrated,
+        parameters=ready.parameters,
+        retain=kept,
+        forget=len(ready.splits.forget),
+        steps=steps,
+        gradient_evaluations=steps * batch,
+        finetune_gradient_evaluations=tuning,
+        seconds=seconds * (2 if made.job.evaluation.control else 1),
+    )
+
+
+def time_step(made: JobFile, ready: Prepared) -> tuple[float, float]:
+    """Seconds of one minibatch gradient and of one draw of noise over all certified parameters.
+
+    Both on copies that start at the centre: nothing of the old model is used or kept.
+    """
+    job, public = made.job, ready.public
+    loader = make_loader(ready.splits.retain, job.method.batch_size, seed=0)
+    copied = copy_model(ready.model, ready.centre, buffers=job.model.buffers, public=public)
+    with untouched_random():
+        batch = move_batch(next(iter(loader)), copied.device)
+        gradient = math.inf
+        for _ in range(2):
+            start = time.perf_counter()
+            compute_loss(copied.model, batch, ready.loss_fn).backward()
+            gradient = min(gradient, time.perf_counter() - start)
+            copied.model.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    unlearn(
+        ready.model,
+        [batch],
+        OutputPerturbation(start_clip=0.0, noise_std=1.0),
+        loss_fn=ready.loss_fn,
+        centre=ready.centre,
+        public=public,
+        noise=SeededNoise(0),
+        start="centre",
+        buffers=job.model.buffers,
+    )
+    return gradient, time.perf_counter() - start
 
 
 def digest_ids(ids: Iterable[str]) -> str:
@@ -123,14 +232,11 @@ def _import_functions(
     return found["model.build"], found["data.load"], found.get("output.callback")
 
 
-def _read_forget(made: JobFile) -> list[str]:
+def _read_requests(made: JobFile) -> tuple[list[str], list[str]]:
+    """The identifiers of this request and of all earlier ones."""
     data = made.job.data
-    return read_ids(made.locate(data.forget), data.column)
-
-
-def _read_forgotten(made: JobFile) -> list[str]:
-    """The identifiers of earlier requests."""
-    return [name for names in _read_lists(made) for name in names]
+    forgotten = [name for names in _read_lists(made) for name in names]
+    return read_ids(made.locate(data.forget), data.column), forgotten
 
 
 def _read_lists(made: JobFile) -> list[list[str]]:
@@ -141,33 +247,58 @@ def _read_lists(made: JobFile) -> list[list[str]]:
     ]
 
 
-def _check_earlier(made: JobFile, parts: Parts) -> None:
-    """Earlier requests stay out of the retained data, as far as the parent's record can tell.
+def _check_earlier(made: JobFile, splits: Splits) -> None:
+    """Earlier requests stay out of the retained data, as the parent's record tells.
 
-    The parent's retained set is this run's two sets together, unless data came or went since; its
-    forget set must be among the lists.
+    Weights that a certificate was written for need it as their parent. The parent's forget set must
+    be among the lists, and its retained set is this run's two sets together, unless data came or
+    went since.
     """
-    parent = made.job.model.parent
-    if parent is None:
+    model = made.job.model
+    if model.parent is None:
+        if "expunge.certificate" in read_metadata(made.locate(model.weights)):
+            raise InputError(
+                f"model.weights is {model.weights!r}, which was unlearned itself; name its "
+                "certificate in model.parent, and the lists of the earlier requests in "
+                "data.forgotten, so that they stay forgotten"
+            )
         return
-    path = made.locate(parent).with_name("record.json")
+    path = made.locate(model.parent).with_name("record.json")
     if not path.is_file():
-        LOG.warning("there is no %s: data.forgotten is taken on trust", path)
-        return
-    record = RunRecord.load(path)
-    lists = _read_lists(made)
-    if record.forget is not None and not any(opens(record.forget, set(n)) for n in lists):
         raise InputError(
-            f"none of data.forgotten is the list that the parent {parent} forgot; name it, so that "
-            "it stays out of the retained data"
+            f"model.parent is {model.parent!r}, and there is no {path.name} beside it; only with "
+            "the parent's record can data.forgotten be checked"
         )
-    now = (*parts.retain.ids, *parts.forget.ids)
+    record = RunRecord.load(path)
+    if record.forget is not None and not any(
+        opens(record.forget, set(names)) for names in _read_lists(made)
+    ):
+        raise InputError(
+            f"none of data.forgotten is the list that the parent {model.parent} forgot; name it, "
+            "so that it stays out of the retained data"
+        )
+    now = {*splits.retain.ids, *splits.forget.ids}
     known = record.retain is not None and opens(record.retain, now)
     if not known and not made.job.data.changed:
         raise InputError(
-            f"the data are not what the parent {parent} retained; name the lists of all earlier "
-            "requests in data.forgotten, or set data.changed = true if samples came or went since"
+            f"the data are not what the parent {model.parent} retained; name the lists of all "
+            "earlier requests in data.forgotten, or set data.changed = true if samples came or "
+            "went since"
         )
+
+
+def _find_public(made: JobFile, model: nn.Module) -> Public | None:
+    """What the tensors that are not certified are compared with, or their names.
+
+    Call it with the model as built, before any weights are put into it.
+    """
+    given = made.job.model.public
+    if given == "build":
+        held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+        return {name: t.detach().clone() for name, t in held if not t.requires_grad}
+    if isinstance(given, str):
+        return match_names(model, read_weights(made.locate(given), "model.public"))
+    return given
 
 
 def _read_centre(made: JobFile, model: nn.Module) -> dict[str, Tensor] | None:
@@ -186,7 +317,7 @@ def _read_centre(made: JobFile, model: nn.Module) -> dict[str, Tensor] | None:
     return found
 
 
-def _find_loss(made: JobFile, retain: Part) -> LossFunction:
+def _find_loss(made: JobFile, retain: Split) -> LossFunction:
     name = made.job.model.loss
     with explaining("data.load: a sample of train cannot be read"):
         sample = retain.dataset[retain.positions[0]] if retain.tensors is None else None
@@ -196,7 +327,7 @@ def _find_loss(made: JobFile, retain: Part) -> LossFunction:
     return found
 
 
-def _try_batch(model: nn.Module, retain: Part, loss_fn: LossFunction, count: int) -> None:
+def _try_batch(model: nn.Module, retain: Split, loss_fn: LossFunction, count: int) -> None:
     """One small batch through a copy of the model, so that a mismatch is found before any work."""
     device = next(p.device for p in model.parameters())
     what = "the model and its loss cannot be run on retained data"
@@ -214,7 +345,7 @@ def _read_parent(made: JobFile, model: nn.Module) -> Certificate | None:
         parent = Certificate.load(made.locate(name))
     except CertificateError as error:
         raise InputError(f"model.parent is {name!r}, which cannot be used: {error}") from None
-    if hash_weights(model.state_dict()) != parent.weights.after:
+    if hash_weights(list_tensors(model)) != parent.weights.after:
         raise InputError(
             f"model.parent is {name!r}, which is not the certificate of the weights in "
             f"{made.job.model.weights}"

@@ -1,19 +1,17 @@
 """A job run from start to end: measure, unlearn, fine-tune, certify, write.
 
 The output directory appears in one rename when all of it is there. Until then the run lives in a
-hidden folder beside it, from which it can be resumed.
-
-What was measured during a job, as ``metrics.json`` has it (:mod:`expunge.reports.metrics`).
+hidden folder beside it, from which it can be resumed. What was measured on the way is in
+``metrics.json`` (:mod:`expunge.reports.metrics`).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,36 +21,37 @@ from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.record import Run, RunRecord
-from expunge.errors import ExpungeError, UnlearningError
+from expunge.errors import UnlearningError
 from expunge.jobs.data import make_loader
-from expunge.jobs.directory import check_output, hash_job
-from expunge.jobs.jobfile import JobFile
-from expunge.jobs.loading import explain, importing_from
-from expunge.jobs.prepare import Prepared, digest_ids, prepare
-from expunge.jobs.ranks import (
-    CHECKPOINTS,
-    describe_launch,
-    find_finished,
-    join_job,
-    settle_restart,
-    shard_model,
-    share_workspace,
-    together,
-    write_together,
+from expunge.jobs.directory import (
+    FULL,
+    check_output,
+    hash_job,
+    is_finished,
+    read_metrics,
+    workspace_of,
+    write_run,
 )
-from expunge.jobs.tables import FinetuneTable, Job
+from expunge.jobs.jobfile import FinetuneTable, Job, JobFile
+from expunge.jobs.loading import explaining, importing_from
+from expunge.jobs.prepare import Prepared, digest_ids, prepare
+from expunge.jobs.ranks import CHECKPOINTS, join_job, shard_model, share_workspace
 from expunge.jobs.tracking import Tracker
+from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.noise import Noise, SeededNoise, SystemNoise
 from expunge.noisy.run import Start, unlearn
 from expunge.processes.agreement import check_start
-from expunge.processes.group import Processes
+from expunge.processes.group import Processes, is_restarted
 from expunge.processes.stopping import Stopper, catch_signals
+from expunge.processes.weights import to_local
 from expunge.recipes import method_name, to_dict
 from expunge.reports.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE, RETRAINING
 from expunge.training.evaluation import Measurement, measure
 from expunge.training.train import MakeOptimizer, fine_tune
 
 LOG = logging.getLogger("expunge")
+SETS = ("retain", "forget", "test")
+MOST_POINTS = 200
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,12 @@ def run_job(
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = False,
+    accept_unchecked: bool = False,
 ) -> Finished:
     """Run the job of a file; a :class:`expunge.processes.stopping.Stopped` run can be resumed.
+
+    ``accept_unchecked`` is that of :func:`expunge.certify`. A job that torchrun restarts goes on
+    where it stood.
 
     >>> run_job("/nowhere/job.toml")
     Traceback (most recent call last):
@@ -79,25 +82,24 @@ def run_job(
     expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
     """
     with join_job(path) as (made, processes):
-        target = made.locate(made.job.output.dir) if out is None else Path(out)
-        known = find_finished(target, processes)
-        if known is not None:
-            return Finished(target, Certificate.load(target / "certificate.json"), known)
-        resume = settle_restart(target, resume, processes)
-        leads = processes is None or processes.leads
+        target = made.find_target(out)
+        if is_restarted():
+            if processes.share(is_finished(made, target)):
+                certificate = Certificate.load(target / "certificate.json")
+                return Finished(target, certificate, read_metrics(target))
+            resume = processes.share(workspace_of(target).is_dir())
         with importing_from(made.folder), catch_signals() as stopper:
-            with together(processes):
-                if leads:
+            with processes.together():
+                if processes.leads:
                     check_output(target, resume)
                 ready = prepare(made)
-                if leads:
+                if processes.leads:
                     check_output(target, resume, ready.needed_bytes)
             identity = _identify(made, ready)
-            if processes is not None:
-                check_start(processes, identity)
+            check_start(processes, identity)
             with share_workspace(target, resume, identity, processes) as work:
-                running = _Running(made, ready, work, stopper, progress, processes)
-                return running.finish(target)
+                running = _Running(made, ready, work, stopper, processes, progress)
+                return running.finish(target, accept_unchecked)
 
 
 class _Running:
@@ -109,39 +111,32 @@ class _Running:
         ready: Prepared,
         work: Path,
         stopper: Stopper,
+        processes: Processes,
         progress: bool,
-        processes: Processes | None = None,
     ) -> None:
-        self.processes = processes
-        leads = processes is None or processes.leads
         self.made, self.job, self.ready, self.work = made, made.job, ready, work
-        self.stopper, self.progress = stopper, progress
-        self.identity = hash_job(made)
+        self.stopper, self.processes, self.progress = stopper, processes, progress
         self.recipe = ready.settled.recipe
         self.seed = 0 if self.job.method.seed is None else self.job.method.seed
-        self.started = time.monotonic()
-        board = self.job.output.tensorboard
+        self.started, self.identity = time.monotonic(), hash_job(made)
+        board = self.job.output.tensorboard if processes.leads else None
         self.tracker = Tracker(
-            work / "metrics.jsonl" if leads else Path(os.devnull),
-            callback=ready.callback if leads else None,
-            tensorboard=None if board is None or not leads else made.locate(board),
+            work / "metrics.jsonl" if processes.leads else Path(os.devnull),
+            callback=ready.callback if processes.leads else None,
+            tensorboard=None if board is None else made.locate(board),
         )
-        if processes is not None and self.job.processes.shard:
+        if self.job.processes.shard:
             shard_model(ready.model, processes)
         self.stages: list[dict[str, Any]] = []
         self.losses: list[float] = []
 
-    def finish(self, target: Path) -> Finished:
+    def finish(self, target: Path, accept_unchecked: bool) -> Finished:
         """All of it; the directory appears at the end or not at all."""
         with self.tracker:
-            try:
+            with explaining("the run failed in the model or its data", FULL):
                 run = self._run_all()
-            except (ExpungeError, OSError):
-                raise
-            except Exception as error:
-                raise explain("the run failed in the model or its data", error) from error
             self._check_finite(run)
-            certificate = self._certify(run)
+            certificate = self._certify(run, accept_unchecked)
             facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
             self.tracker.tell("end", **facts, releasable=certificate.releasable)
         metrics = summarise(
@@ -150,55 +145,58 @@ class _Running:
             certificate,
             stages=self.stages,
             losses=self.losses,
-            counts=(len(self.ready.parts.retain), len(self.ready.parts.forget)),
+            counts=(len(self.ready.splits.retain), len(self.ready.splits.forget)),
             seconds=time.monotonic() - self.started,
         )
         metrics["job"] = self.identity
-        if self.processes is not None:
-            metrics["launch"] = describe_launch()
-        write_together(
+        write_run(
             target,
-            self.processes,
-            run.model,
+            model=run.model,
             record=run.record,
             certificate=certificate,
             metrics=metrics,
+            processes=self.processes,
         )
-        if self.processes is not None and not self.processes.leads:
-            return Finished(target, certificate, metrics)
-        try:
-            shutil.copyfile(self.work / "metrics.jsonl", target / "metrics.jsonl")
-        except OSError as error:
-            LOG.warning("the run is complete, but metrics.jsonl could not be kept: %s", error)
+        if self.processes.leads:
+            try:
+                shutil.copyfile(self.work / "metrics.jsonl", target / "metrics.jsonl")
+            except OSError as error:
+                LOG.warning("the run is complete, but metrics.jsonl could not be kept: %s", error)
         return Finished(target, certificate, metrics)
 
     def _run_all(self) -> Run:
-        retain, forget = self.ready.parts.retain, self.ready.parts.forget
+        retain, forget = self.ready.splits.retain, self.ready.splits.forget
         LOG.info(
             "%s on %d parameters: %d samples kept, %d forgotten",
             method_name(self.recipe), self.ready.parameters, len(retain), len(forget),
         )  # fmt: skip
         self.tracker.tell("start", recipe=to_dict(self.recipe), retain=len(retain))
         self._measure(BEFORE, self.ready.model)
-        run = self._unlearn("model")
-        self.tracker.draw_trace(run.record.trace)
-        self._measure(AFTER_NOISE, run.model)
-        if self.job.finetune is not None:
-            run = self._tune(run, self.job.finetune)
-            self._measure(AFTER_TUNING, run.model)
+        run = self._unlearn_and_tune("model", None)
         if self.job.evaluation.control:
             LOG.info("the control: the same from the centre, which never saw the old model")
-            control = self._unlearn("centre")
-            self._measure(AFTER_NOISE, control.model, CENTRE)
-            if self.job.finetune is not None:
-                control = self._tune(control, self.job.finetune)
-                self._measure(AFTER_TUNING, control.model, CENTRE)
+            self._unlearn_and_tune("centre", CENTRE)
+        return run
+
+    def _unlearn_and_tune(self, start: Start, arm: str | None) -> Run:
+        run = self._unlearn(start)
+        if start == "model":
+            self.tracker.draw_trace(run.record.trace)
+        self._measure(AFTER_NOISE, run.model, arm)
+        if self.job.finetune is not None:
+            run = self._tune(run, self.job.finetune)
+            self._measure(AFTER_TUNING, run.model, arm)
         return run
 
     def _unlearn(self, start: Start) -> Run:
         """The noisy steps. Only those from the old model are worth a checkpoint and patience."""
         real, steps = start == "model", getattr(self.recipe, "steps", 1)
-        parent = self.ready.parent
+        splits, job = self.ready.splits, self.job
+        loader = make_loader(
+            splits.retain, job.method.batch_size, seed=self.seed, workers=job.data.workers
+        )
+        place = self.work / CHECKPOINTS[not self.processes.alone]
+        every = job.output.checkpoint_seconds
 
         def on_step(done: int, model: nn.Module) -> None:
             if real and (done == steps or self.tracker.is_due("step")):
@@ -209,29 +207,20 @@ class _Running:
         try:
             run = unlearn(
                 self.ready.model,
-                make_loader(
-                    self.ready.parts.retain,
-                    self.job.method.batch_size,
-                    seed=self.seed,
-                    workers=self.job.data.workers,
-                ),
+                loader,
                 self.recipe,
                 loss_fn=self.ready.loss_fn,
                 centre=self.ready.centre,
+                public=self.ready.public,
                 noise=self._make_noise(),
                 start=start,
-                buffers=self.job.model.buffers,
-                public_buffers=self.job.model.public_buffers,
-                forget_ids=self.ready.parts.forget.ids,
-                retain_ids=self.ready.parts.retain.ids,
-                releases=self.job.target.releases,
-                parent=None if parent is None else parent.sha256,
+                buffers=job.model.buffers,
+                forget_ids=splits.forget.ids,
+                retain_ids=splits.retain.ids,
                 progress=self.progress,
                 on_step=on_step,
-                checkpoint=self.work / CHECKPOINTS[self.processes is not None] if real else None,
-                checkpoint_seconds=self.job.output.checkpoint_seconds,
-                resume=real,
-                distributed=False if self.processes is None else self.processes,
+                checkpoint=Checkpoint(place, every, resume=True) if real else None,
+                distributed=self.processes,
             )
         finally:
             self.stopper.patient = False
@@ -241,12 +230,8 @@ class _Running:
     def _tune(self, run: Run, table: FinetuneTable) -> Run:
         real = run.record.start == "model"
         losses: list[Tensor] = []
-        loader = make_loader(
-            self.ready.parts.retain,
-            table.batch_size,
-            seed=self.seed + 1,
-            workers=self.job.data.workers,
-        )
+        retain, workers = self.ready.splits.retain, self.job.data.workers
+        loader = make_loader(retain, table.batch_size, seed=self.seed + 1, workers=workers)
 
         def watch(output: Any, target: Any) -> Tensor:
             loss = self.ready.loss_fn(output, target)
@@ -256,16 +241,10 @@ class _Running:
                     self.tracker.tell("fine-tuning", step=len(losses), loss=float(loss.detach()))
             return loss
 
-        tune = fine_tune
-        if self.processes is not None:
-            from expunge.training.train import fine_tune_together
-
-            tune = functools.partial(fine_tune_together, processes=self.processes)
-        tuned = tune(
+        tuned = fine_tune(
             run,
             loader,
-            ids=self.ready.parts.retain.ids,
-            forget_ids=self.ready.parts.forget.ids,
+            ids=retain.ids,
             epochs=table.epochs,
             learning_rate=table.learning_rate,
             weight_decay=table.weight_decay,
@@ -275,6 +254,7 @@ class _Running:
             loss_fn=watch,
             seed=self.seed,
             progress=self.progress,
+            processes=self.processes,
         )
         if real:
             self.losses = [float(loss) for loss in losses]
@@ -286,64 +266,49 @@ class _Running:
 
     def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
         """One row of the table of accuracies, and of losses beside it."""
-        parts, table = self.ready.parts, self.job.evaluation
-        sets = {"retain": parts.retain, "forget": parts.forget, "test": parts.test}
+        splits, table, workers = self.ready.splits, self.job.evaluation, self.job.data.workers
         row: dict[str, Any] = {"stage": stage} | ({} if arm is None else {"arm": arm})
         shown: list[str] = []
-        for name, part in sets.items():
-            if part is not None and len(part) > 0 and name in table.sets:
-                loader = make_loader(
-                    part.first(table.most), table.batch_size, workers=self.job.data.workers
-                )
-                found = self._measure_all(model, loader)
+        for name in SETS:
+            split = getattr(splits, name)
+            if split is not None and len(split) > 0 and name in table.sets:
+                loader = make_loader(split.first(table.most), table.batch_size, workers=workers)
+                found = measure(model, loader, self.ready.loss_fn, processes=self.processes)
                 row |= {name: found.accuracy, f"{name}_loss": found.loss}
                 shown.append(f"{name} {_show(found)}")
         LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
 
-    def _measure_all(self, model: nn.Module, loader: Iterable[Any]) -> Measurement:
-        if self.processes is None:
-            return measure(model, loader, self.ready.loss_fn)
-        from expunge.training.evaluation import measure_together
-
-        return measure_together(model, loader, self.ready.loss_fn, self.processes)
-
     def _check_finite(self, run: Run) -> None:
         """A model that fine-tuning drove to infinity is certified, and of no use."""
-        held: list[Any] = [p.detach() for p in run.model.parameters()]
-        held = [p.to_local() if hasattr(p, "to_local") else p for p in held]
-        if not all(bool(torch.isfinite(p).all()) for p in held):
+        if not all(
+            bool(torch.isfinite(to_local(p.detach())).all()) for p in run.model.parameters()
+        ):
             LOG.warning("the new model holds values that are not finite; lower the learning rates")
 
-    def _certify(self, run: Run) -> Certificate:
+    def _certify(self, run: Run, accept_unchecked: bool) -> Certificate:
         """The certificate; of several processes, rank 0 makes it and all are told."""
-        if self.processes is None:
-            return self._make_certificate(run)
-        made: Certificate | None = None
+        target, made = self.job.target, b""
         with self.processes.together():
             if self.processes.leads:
-                made = self._make_certificate(run)
-        told = self.processes.share(None if made is None else made.to_bytes())
-        assert told is not None
-        return Certificate.from_bytes(told)
-
-    def _make_certificate(self, run: Run) -> Certificate:
-        target = self.job.target
-        certificate = certify(
-            run.record,
-            delta=target.delta,
-            compared_to=target.compared_to,
-            parent=self.ready.parent,
-        )
-        if not certificate.epsilon <= target.epsilon:
-            raise UnlearningError(
-                f"the run certifies epsilon = {certificate.epsilon}, above its target "
-                f"{target.epsilon}; nothing is written"
-            )
-        if self.job.output.sign is not None:
-            certificate = certificate.sign(self.made.locate(self.job.output.sign))
-        return certificate
+                certificate = certify(
+                    run.record,
+                    delta=target.delta,
+                    compared_to=target.compared_to,
+                    parent=self.ready.parent,
+                    releases=target.releases,
+                    accept_unchecked=accept_unchecked,
+                )
+                if not certificate.epsilon <= target.epsilon:
+                    raise UnlearningError(
+                        f"the run certifies epsilon = {certificate.epsilon}, above its target "
+                        f"{target.epsilon}; nothing is written"
+                    )
+                if self.job.output.sign is not None:
+                    certificate = certificate.sign(self.made.locate(self.job.output.sign))
+                made = certificate.to_bytes()
+        return Certificate.from_bytes(self.processes.share(made))
 
 
 def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
@@ -352,8 +317,8 @@ def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
         "recipe": to_dict(ready.settled.recipe),
         "batch_size": made.job.method.batch_size,
         "seed": made.job.method.seed,
-        "forget set": digest_ids(ready.parts.forget.ids),
-        "retained set": digest_ids(ready.parts.retain.ids),
+        "forget set": digest_ids(ready.splits.forget.ids),
+        "retained set": digest_ids(ready.splits.retain.ids),
     }
 
 
@@ -373,10 +338,6 @@ def _show(found: Measurement) -> str:
     if found.accuracy is None:
         return f"loss {found.loss:.4g}"
     return f"{100 * found.accuracy:.1f} %"
-
-
-SETS = ("retain", "forget", "test")
-MOST_POINTS = 200
 
 
 def summarise(

@@ -1,0 +1,143 @@
+"""``expunge account`` and ``expunge calibrate``: their options are the fields of the recipes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import typer
+
+from expunge.cli.text import AsJson, ComparedTo, print_guarantee
+from expunge.errors import InputError
+from expunge.recipes import METHODS, Recipe, describe_fields, from_dict
+
+app = typer.Typer(rich_markup_mode=None)
+
+FREE: dict[str, Literal["smallest", "fewest", "largest"]] = {
+    "noise_std": "smallest",
+    "noise_multiplier": "smallest",
+    "steps": "fewest",
+    "start_clip": "largest",
+    "model_clip": "largest",
+    "grad_clip": "largest",
+}
+TYPES: dict[str, type] = {"whole": int, "flag": bool}
+
+
+def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command METHOD, an option for every field of every recipe, and --recipe.
+
+    The command gets them as ``data``, the recipe as plain data.
+    """
+    described = {p.name: p for kind in reversed(METHODS.values()) for p in describe_fields(kind)}
+    names = [p.name for kind in METHODS.values() for p in describe_fields(kind)]
+    file = typer.Option(
+        "--recipe", help="TOML file with method = … and its parameters; may hold lists."
+    )
+    said = f"one of {', '.join(METHODS)}; left out with --recipe."
+    method = typer.Argument(metavar="METHOD", show_default=False, help=said)
+    added: dict[str, Any] = {"method": Annotated[str | None, method]}
+    for name in dict.fromkeys(names):
+        kind = TYPES.get(described[name].kind, float) | None
+        added[name] = Annotated[kind, typer.Option(help=described[name].meaning)]
+    added["recipe"] = Annotated[Path | None, file]
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    made = [inspect.Parameter(n, keyword, default=None, annotation=a) for n, a in added.items()]
+
+    @functools.wraps(command)
+    def run(**given: Any) -> None:
+        options = {name: given.pop(name) for name in added}
+        command(_collect(options), **given)
+
+    kept = [parameter.replace(kind=keyword) for parameter in own if parameter.name != "data"]
+    run.__dict__["__signature__"] = inspect.Signature([*made, *kept])
+    run.__annotations__ = {}
+    return run
+
+
+@app.command()
+@takes_recipe
+def account(
+    data: dict[str, Any],
+    epsilon: Annotated[float | None, typer.Option(help="Solve for delta at this epsilon.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Solve for epsilon at this delta.")] = None,
+    compared_to: ComparedTo = "retrained",
+    curve: Annotated[Path | None, typer.Option(help="Also draw it: an .svg file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What a recipe certifies: give --delta or --epsilon, get the other."""
+    from expunge.accounting.guarantee import guarantee
+
+    made, against = from_dict(data), cast(Any, compared_to)
+    found = guarantee(made, epsilon=epsilon, delta=delta, compared_to=against)
+    if curve is not None:
+        from expunge.reports.figures import draw_curve
+
+        draw_curve(made, curve, epsilon=epsilon, delta=delta, compared_to=against)
+    print_guarantee(made, found, as_json)
+
+
+@app.command()
+@takes_recipe
+def calibrate(
+    data: dict[str, Any],
+    epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
+    delta: Annotated[float, typer.Option(help="Target delta.")],
+    parameters: Annotated[
+        int | None, typer.Option(help="Certified parameters: count their finite precision too.")
+    ] = None,
+    compared_to: ComparedTo = "retrained",
+    as_json: AsJson = False,
+) -> None:
+    """The one parameter you leave out (noise, steps or a clip) that just meets the target."""
+    from expunge.accounting.calibration import calibrate as find_best
+    from expunge.accounting.guarantee import guarantee
+
+    if data.get("method") not in METHODS:
+        from_dict(data)
+    described = describe_fields(cast(str, data["method"]))
+    missing = [p.name for p in described if p.required and p.name not in data]
+    if len(missing) != 1 or missing[0] not in FREE:
+        choice = ", ".join(p.name for p in described if p.name in FREE)
+        raise InputError(
+            f"calibrate needs exactly one of {choice} left out; missing here: "
+            f"{', '.join(missing) or 'nothing'}"
+        )
+    free = missing[0]
+
+    def make(value: float) -> Recipe:
+        return from_dict(data | {free: int(value) if free == "steps" else value})
+
+    best = find_best(
+        cast(Any, make),
+        epsilon=epsilon,
+        delta=delta,
+        compared_to=cast(Any, compared_to),
+        find=FREE[free],
+        parameters=parameters,
+    )
+    found = guarantee(best, delta=delta, compared_to=cast(Any, compared_to))
+    print_guarantee(best, found, as_json)
+
+
+def _collect(options: dict[str, Any]) -> dict[str, Any]:
+    """The recipe as plain data from the options, or from --recipe with options on top."""
+    path, method = options.pop("recipe"), options.pop("method")
+    data = {} if path is None else _read_recipe(path)
+    if method is not None and data.setdefault("method", method) != method:
+        raise InputError(f"METHOD is {method!r} but the recipe file says {data['method']!r}")
+    return data | {name: value for name, value in options.items() if value is not None}
+
+
+def _read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"--recipe {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"--recipe {path} is not valid TOML: {error}") from None
