@@ -21,7 +21,7 @@ from expunge.baselines.dpsgd import (
     train_dpsgd,
 )
 from expunge.errors import InputError, UnlearningError
-from expunge.noisy.model import copy_subject
+from expunge.noisy.model import copy_model
 from expunge.training.batches import Batches
 from expunge.training.randomness import capture_random
 
@@ -43,7 +43,7 @@ def go(recipe=RECIPE, model=None, data=None, **options):
 
 
 def make_sum(recipe, count=N, model=None):
-    subject = copy_subject(make_mlp() if model is None else model, None)
+    subject = copy_model(make_mlp() if model is None else model, None)
     return NoisySum(subject, recipe, cross_entropy, SeededNoise(0), count, 16), subject
 
 

@@ -20,9 +20,9 @@ import test_unlearning
 from engine import NOISY, make_batches, make_mlp
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify, verify
 from expunge.auditing.mechanism import audit_mechanism
-from expunge.auditing.trials import StackedSubject
+from expunge.auditing.trials import StackedModel
 from expunge.noisy.loop import Loop
-from expunge.noisy.noise import Drawing, NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.noise import StepNoise, NoiseStream, SeededNoise, SystemNoise
 from expunge.noisy.run import unlearn
 from expunge.noisy.vector import GridVector, Update
 from expunge.processes.weights import save_weights
@@ -39,22 +39,22 @@ def shrink_noise(patch):
 
 
 def repeat_noise(patch):
-    def take(self, number, start, stop, take=Drawing.take):
+    def take(self, number, start, stop, take=StepNoise.take):
         kept = self.__dict__.setdefault("kept", {})
         if (start, stop) not in kept:
             kept[start, stop] = take(self, number, start, stop).copy()
         return kept[start, stop]
 
-    patch.setattr(Drawing, "take", take)
+    patch.setattr(StepNoise, "take", take)
 
 
 def draw_half_precision(patch):
-    def take(self, number, start, stop, take=Drawing.take):
+    def take(self, number, start, stop, take=StepNoise.take):
         std = self._levels[number]
         halved = (take(self, number, start, stop) / std).astype(np.float16)
         return np.rint(halved.astype(np.float64) * std)
 
-    patch.setattr(Drawing, "take", take)
+    patch.setattr(StepNoise, "take", take)
 
 
 def draw_uniform(patch):
@@ -70,21 +70,21 @@ def draw_uniform(patch):
 
 
 def skip_every_third_coordinate(patch):
-    def take(self, number, start, stop, take=Drawing.take):
+    def take(self, number, start, stop, take=StepNoise.take):
         drawn = take(self, number, start, stop).copy()
         drawn[2::3] = 0.0
         return drawn
 
-    patch.setattr(Drawing, "take", take)
+    patch.setattr(StepNoise, "take", take)
 
 
 def shift_schedule(patch):
-    def take(self, number, start, stop, take=Drawing.take):
+    def take(self, number, start, stop, take=StepNoise.take):
         drawn = take(self, number, start, stop)
         before, now = self._levels[max(number - 1, 0)], self._levels[number]
         return np.rint(drawn * (before / now)) if before > 0 else drawn
 
-    patch.setattr(Drawing, "take", take)
+    patch.setattr(StepNoise, "take", take)
 
 
 def fix_key(patch):
@@ -125,7 +125,7 @@ def clip_each_tensor(patch):
     def compute(subject, *rest, compute=expunge.noisy.loop.compute_gradients):
         scaled = []
         for g in compute(subject, *rest):
-            dims = tuple(range(isinstance(subject, StackedSubject), g.ndim))
+            dims = tuple(range(isinstance(subject, StackedModel), g.ndim))
             norm = torch.linalg.vector_norm(g, dim=dims, keepdim=True)
             scaled.append(g * (bound[0] / norm.clamp_min(1e-300)).clamp_max(1.0))
         return scaled

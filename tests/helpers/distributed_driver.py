@@ -20,9 +20,9 @@ from engine import GRADIENT, MODEL, NOISY, flatten, make_mlp
 from expunge import certify
 from expunge.errors import ExpungeError
 from expunge.noisy import team as teamwork
-from expunge.noisy.noise import Drawing, NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.noise import StepNoise, NoiseStream, SeededNoise, SystemNoise
 from expunge.noisy.run import unlearn
-from expunge.noisy.sharded_vector import ShardedDrawing, Span
+from expunge.noisy.sharded_vector import ShardedNoise, Span
 from expunge.noisy.vector import GridVector
 from expunge.processes.group import Processes, find_processes
 from expunge.processes.weights import hash_together, hash_weights, save_together
@@ -217,7 +217,7 @@ def disagree(rank: int) -> list[str]:
         drawing = begin(team, noise, levels, vector)
         if rank == 1:
             team._key = bytes(32)
-            return Drawing(NoiseStream(bytes(32)), levels, vector.size, vector.size)
+            return StepNoise(NoiseStream(bytes(32)), levels, vector.size)
         return drawing
 
     teamwork.Team.make_drawing = other_key
@@ -245,7 +245,7 @@ def disagree(rank: int) -> list[str]:
 
 def correlate(mesh, wrong: bool) -> float:
     """The correlation of two shards' noise, in standard errors; ``wrong`` draws by local place."""
-    take = ShardedDrawing.__init__
+    take = ShardedNoise.__init__
 
     def local(self, stream, levels, spans, longest):
         own = [Span(span.local, span.local, span.length) for span in spans]
@@ -263,11 +263,11 @@ def correlate(mesh, wrong: bool) -> float:
 
     GridVector._finish = finish
     if wrong:
-        ShardedDrawing.__init__ = local
+        ShardedNoise.__init__ = local
     try:
         go(shard(model, mesh), MODEL, noise=SystemNoise())
     finally:
-        GridVector._finish, ShardedDrawing.__init__ = step, take
+        GridVector._finish, ShardedNoise.__init__ = step, take
     own = torch.cat(held).reshape(MODEL.steps, -1)
     parts = find_processes(True).gather(own.numpy())
     shortest = min(part.shape[1] for part in parts)

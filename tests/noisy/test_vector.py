@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from expunge.accounting.precision import LARGEST_CELL
 from expunge.noisy import vector as vector_module
-from expunge.noisy.noise import Drawing, SeededNoise
+from expunge.noisy.noise import StepNoise, SeededNoise
 from expunge.noisy.vector import FloatVector, GridVector, Update, clip_factor
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -26,7 +26,7 @@ def square(values) -> Fraction:
 def build(values, grid=2.0**-20, centre=None, levels=(0.0,), seed=0):
     parameters = [torch.tensor(values, dtype=torch.float32)]
     stds = [level / grid for level in levels]
-    drawing = Drawing(SeededNoise(seed).begin(), stds, len(values), len(values))
+    drawing = StepNoise(SeededNoise(seed).begin(), stds, len(values))
     return GridVector(parameters, centre, grid, drawing)
 
 
@@ -151,7 +151,7 @@ def test_result_does_not_depend_on_the_chunks(monkeypatch, radius):
         centre = [torch.randn(s, generator=generator) for s in shapes]
         gradients = [torch.randn(s, generator=generator) for s in shapes]
         size = sum(p.numel() for p in parameters)
-        drawing = Drawing(SeededNoise(3).begin(), [9e5] * 3, size, min(size, chunk))
+        drawing = StepNoise(SeededNoise(3).begin(), [9e5] * 3, min(size, chunk))
         vector = GridVector(parameters, centre, 2.0**-20, drawing)
         vector.start(0.5)
         for t in (1, 2):
@@ -169,7 +169,7 @@ def test_noise_alone_is_bit_equal_however_the_vector_is_cut(monkeypatch):
     for chunk in (1 << 16, 13, 4):
         monkeypatch.setattr(vector_module, "CHUNK", chunk)
         parameters = [torch.zeros(30), torch.zeros(4, 5)]
-        drawing = Drawing(SeededNoise(3).begin(), [1e6], 50, min(50, chunk))
+        drawing = StepNoise(SeededNoise(3).begin(), [1e6], min(50, chunk))
         vector = GridVector(parameters, None, 2.0**-20, drawing)
         vector.start(1.0)
         vector.perturb(0, 1e6 * 2.0**-20)
@@ -179,7 +179,7 @@ def test_noise_alone_is_bit_equal_however_the_vector_is_cut(monkeypatch):
 
 def test_low_and_mixed_precision_parameters_are_rounded_copies():
     parameters = [torch.randn(40).bfloat16(), torch.randn(9), torch.randn(5).half()]
-    drawing = Drawing(SeededNoise(0).begin(), [0.0] + [2.0**18] * 50, 54, 54)
+    drawing = StepNoise(SeededNoise(0).begin(), [0.0] + [2.0**18] * 50, 54)
     vector = GridVector(parameters, None, 2.0**-20, drawing)
     vector.start(1.0)
     for t in range(50):  # each step moves less than a bfloat16 near 1 can show

@@ -3,11 +3,10 @@
 The parameters of a *stacked* module have a leading dimension, the trial; its loss is the sum of
 the trials' losses, so that every trial has its own gradient. Each row is a certified vector of its
 own: its norms, clips, roundings and noise never meet another row's. What runs is the engine: the
-copy and its checks (``subject``), ``Loop.begin`` and ``Loop.run``, the loader's ``Cycle``,
-``compute_gradients``, ``Update``, ``GridVector.start``, ``step`` and ``perturb``, the function
-``clip_factor`` for every row, ``Drawing`` and the exact sampler. Only what is one number per vector
-in a run is one per row here (:class:`StackedVector`), and no trace is kept. A test holds the two
-to the same bits.
+copy and its checks (``copy_model``), ``Loop.run``, the loader's ``Cycle``, ``compute_gradients``,
+``Update``, ``GridVector.start``, ``step`` and ``perturb``, the function ``clip_factor`` for every
+row, ``StepNoise`` and the exact sampler. Only what is one number per vector in a run is one per row
+here (:class:`StackedVector`), and no trace is kept. A test holds the two to the same bits.
 """
 
 from __future__ import annotations
@@ -19,17 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from expunge.accounting.precision import (
-    NoisyRecipe,
-    Precision,
-    choose_precision,
-    list_levels,
-)
+from expunge.accounting.precision import NoisyRecipe, list_levels
 from expunge.errors import InputError
 from expunge.noisy.loop import Loop
-from expunge.noisy.model import Centre, Subject, check_finite, copy_subject
-from expunge.noisy.noise import Array, Drawing, Noise, Stream
+from expunge.noisy.model import Centre, CertifiedModel, check_finite, copy_model
+from expunge.noisy.noise import Array, Noise, NoiseStream, StepNoise
+from expunge.noisy.team import Team
 from expunge.noisy.vector import GridVector, Norms, Update, clip_factor, truncate_cells
+from expunge.processes.group import Processes
 from expunge.training.losses import LossFunction
 from expunge.training.randomness import untouched_random
 
@@ -56,21 +52,15 @@ def unlearn_stack(
     if not any(sigma > 0 for sigma in list_levels(recipe)):
         raise InputError.of("noise_std", 0.0, "above 0: a run without noise has one outcome")
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = StackedSubject(**vars(copy_subject(model, centre)))
-        check_finite(subject.certified)
-        loop = StackedLoop(subject, recipe, retain_loader, loss_fn, noise)
-        loop.begin(None, {})
-        loop.run(None, 0.0, {}, None, False)
-    return subject.model
-
-
-def measure_precision(recipe: NoisyRecipe, model: nn.Module) -> Precision:
-    """The grid a run of one row of this stacked module lives on, and what it costs."""
-    return choose_precision(recipe, StackedSubject(**vars(copy_subject(model, None))).size)
+        stack = StackedModel(**vars(copy_model(model, centre)))
+        check_finite(stack.certified)
+        team = StackedTeam(Processes(), stack)
+        StackedLoop(stack, recipe, retain_loader, loss_fn, noise, team).run({})
+    return stack.model
 
 
 @dataclass(frozen=True)
-class StackedSubject(Subject):
+class StackedModel(CertifiedModel):
     """``size`` counts the parameters of one trial."""
 
     @property
@@ -105,6 +95,10 @@ class StackedVector(GridVector):
             parts.append(replace(part, place=place))
         self._chunks = [replace(chunk, cells=self._cells, work=work, parts=tuple(parts))]
 
+    def make_noise(self, stream: NoiseStream, levels: Sequence[float]) -> StepNoise:
+        """The noise of all rows."""
+        return StackedNoise(stream, levels, self._cells.numel())
+
     def clip_factor(self, norm: Any, bound: float) -> Any:
         """The engine's clip factor of every row; equal norms are looked up once."""
         values, place = torch.unique(norm, return_inverse=True)
@@ -119,7 +113,7 @@ class StackedVector(GridVector):
 
     def _descend(self, chunk: Any, gradients: Sequence[Tensor], alpha: Any) -> None:
         if len(gradients) > 0:
-            g = torch.where(alpha > 0, chunk.work if self._held else chunk.gather(gradients), 0.0)
+            g = torch.where(alpha > 0, chunk.gather(gradients), 0.0)
             chunk.cells.addcmul_(g, alpha, value=-1)
 
     def _shrink(self, cells: Tensor, factor: Any) -> None:
@@ -129,40 +123,25 @@ class StackedVector(GridVector):
         return Norms(0.0, 0.0)
 
 
-class StackedDrawing(Drawing):
+class StackedNoise(StepNoise):
     """The noise of all rows, one after the other, from one key."""
-
-    def __init__(self, stream: Stream, levels: Sequence[float], trials: int, size: int) -> None:
-        super().__init__(stream, levels, trials * size, trials * size)
-        self._all = trials * size
 
     def take(self, number: int, start: int, stop: int) -> Array:
         """The noise of step ``number``."""
-        return super().take(number, 0, self._all)
+        return super().take(number, 0, len(self._row))
+
+
+class StackedTeam(Team):
+    """One process, whose vector is a stack."""
+
+    def make_vector(self, grid: float, noisy: bool) -> StackedVector:
+        centre = self.certified.centre
+        points = None if centre is None else list(centre.values())
+        return StackedVector(list(self.certified.certified.values()), points, grid)
 
 
 class StackedLoop(Loop):
     """The engine's loop over a stack."""
-
-    def __init__(
-        self,
-        subject: StackedSubject,
-        recipe: NoisyRecipe,
-        loader: Iterable[Any],
-        loss_fn: LossFunction,
-        noise: Noise,
-    ) -> None:
-        super().__init__(subject, recipe, loader, loss_fn, noise)
-        self._trials = subject.trials
-        centre = None if subject.centre is None else list(subject.centre.values())
-        self.vector = StackedVector(list(subject.certified.values()), centre, self.precision.grid)
-
-    def _take_key(self) -> None:
-        levels = [sigma / self.vector.grid for sigma in list_levels(self.recipe)]
-        drawing = StackedDrawing(self.noise.begin(), levels, self._trials, self.vector.size)
-        if isinstance(self.vector, GridVector):
-            self.vector.drawing = drawing
-        self.noise_keys += 1
 
     def _note(self, update: Update, norm: float, norms: Norms) -> None:
         """A stack keeps no trace."""

@@ -35,9 +35,9 @@ from expunge.accounting.precision import (
 from expunge.certificates.identifiers import commit_disjoint, read_names
 from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
 from expunge.errors import InputError, UnlearningError
-from expunge.noisy.model import Subject, check_finite, copy_subject, describe_subject
-from expunge.noisy.noise import Drawing, Noise, SystemNoise
-from expunge.noisy.vector import CHUNK, CertifiedVector, FloatVector, GridVector, Update
+from expunge.noisy.model import CertifiedModel, check_finite, copy_model
+from expunge.noisy.noise import Noise, SystemNoise
+from expunge.noisy.vector import CertifiedVector, FloatVector, GridVector, Update
 from expunge.processes.weights import hash_weights, save_weights
 from expunge.progress import show_progress
 from expunge.recipes import STATED, DescentRecipe, Execution, NoisyDescent, Problem, RewindToDelete
@@ -93,7 +93,7 @@ class Descent:
             about["precision"] = Precision(**about["precision"])
             about["trace"] = tuple(tuple(row) for row in about["trace"])
             about["ids"] = None if about["ids"] is None else tuple(about["ids"])
-            copied = copy_subject(model, None).model
+            copied = copy_model(model, None).model
             copied.load_state_dict(_under("model.", tensors))
             return cls(model=copied, state=_under("state.", tensors), **about)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -135,7 +135,7 @@ def descend(
         raise InputError.of("examples", recipe.examples, f"{len(data.targets)}, the data's number")
     noise = noise or SystemNoise()
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_subject(model, None, device=device)
+        subject = copy_model(model, None, device=device)
         check_finite(subject.certified)
         problem = _read_problem(subject, recipe, loss_fn)
         precision = choose_descent_precision(recipe, problem, subject.size)
@@ -199,7 +199,7 @@ def forget(
     forgotten, retained = commit_disjoint(forget_ids, known)
     _check_members(trained.ids, read_names(known), read_names(forget_ids))
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_subject(trained.model, None)
+        subject = copy_model(trained.model, None)
         walk = _Walk(subject, trained.problem, recipe, trained.precision, noise)
         walk.vector.load(trained.state)
         walk.rows = list(trained.trace)
@@ -230,7 +230,7 @@ def forget(
         retain=retained,
         start="fresh",
         problem=trained.problem,
-        **describe_subject(subject),
+        **subject.describe(),
     )
     return Run(subject.model, record)
 
@@ -240,7 +240,7 @@ class _Walk:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: CertifiedModel,
         problem: Problem,
         recipe: DescentRecipe,
         precision: Precision,
@@ -273,8 +273,7 @@ class _Walk:
         """Take a key for the noise up to step ``last``; none if there is none to draw."""
         if isinstance(self.vector, GridVector) and last > 0:
             levels = [self.recipe.noise_std / self.vector.grid] * (last + 1)
-            size = self.vector.size
-            self.vector.drawing = Drawing(self.noise.begin(), levels, size, min(size, CHUNK))
+            self.vector.noise = self.vector.make_noise(self.noise.begin(), levels)
             self.noise_keys += 1
 
     def go(self, first: int, last: int, sigma: float, progress: bool) -> None:
@@ -321,7 +320,7 @@ def make_trace(rows: list[Row]) -> Trace:
     return Trace(**dict(zip(names, columns, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
-def _read_problem(subject: Subject, recipe: DescentRecipe, loss_fn: LossFunction) -> Problem:
+def _read_problem(subject: CertifiedModel, recipe: DescentRecipe, loss_fn: LossFunction) -> Problem:
     """Computed constants for softmax regression with its own loss; stated ones for all else."""
     model = subject.model
     if type(model) is not SoftmaxRegression:
@@ -337,7 +336,7 @@ def _read_problem(subject: Subject, recipe: DescentRecipe, loss_fn: LossFunction
 
 
 def _mean_gradient(
-    subject: Subject, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None
+    subject: CertifiedModel, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None
 ) -> list[Tensor]:
     """(1/n) Σ ∇f_i by autograd, in chunks."""
     n, device = len(data.targets), subject.device

@@ -49,13 +49,12 @@ from expunge.certificates.identifiers import commit, read_names
 from expunge.certificates.record import NO_NOISE, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.model import (
-    Subject,
+    CertifiedModel,
     check_finite,
     check_unchanged,
-    copy_subject,
-    describe_subject,
+    copy_model,
 )
-from expunge.noisy.noise import Drawing, Noise, SystemNoise
+from expunge.noisy.noise import Noise, StepNoise, SystemNoise
 from expunge.noisy.vector import CHUNK
 from expunge.processes.weights import hash_weights
 from expunge.progress import show_progress
@@ -115,7 +114,7 @@ def train_dpsgd(
     noise = noise or SystemNoise()
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         torch.manual_seed(seed)
-        subject = copy_subject(model, None, device=device)
+        subject = copy_model(model, None, device=device)
         check_finite(subject.certified)
         parameters = list(subject.certified.values())
         stepping = (
@@ -140,7 +139,7 @@ def train_dpsgd(
             rows.append((rate, mechanism.sigma, length, 1.0, norm, drawn, float(not whole)))
             seen += len(chosen)
         stepping.zero_grad(set_to_none=True)
-        check_unchanged(model, subject)
+        check_unchanged(subject)
     after = hash_weights(subject.model.state_dict())
     start = {name: p.detach() for name, p in model.named_parameters() if name in subject.certified}
     record = RunRecord(
@@ -158,7 +157,7 @@ def train_dpsgd(
         forget=forgotten,
         retain=retained,
         start="fresh",
-        **describe_subject(subject),
+        **subject.describe(),
     )
     return Run(subject.model, record)
 
@@ -208,7 +207,7 @@ class NoisySum:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: CertifiedModel,
         recipe: GroupDPSGD,
         loss_fn: LossFunction,
         noise: Noise,
@@ -226,10 +225,10 @@ class NoisySum:
         stream = noise.begin()
         key = hashlib.sha256(b"expunge/poisson\0" + stream.export_key()).digest()
         self._sampler = PoissonSampler(key, recipe.sampling_rate)
-        self._drawing: Drawing | None = None
+        self._drawing: StepNoise | None = None
         if self.grid > 0:
             levels = [self.sigma / self.grid] * recipe.steps
-            self._drawing = Drawing(stream, levels, self._size, min(self._size, CHUNK))
+            self._drawing = StepNoise(stream, levels, min(self._size, CHUNK))
         self._gradients = differentiate(subject, loss_fn)
         self._sum = torch.zeros(self._size, dtype=torch.float64, device=subject.device)
 
@@ -392,7 +391,7 @@ def choose_grid(recipe: GroupDPSGD, count: int) -> float:
 
 
 def differentiate(
-    subject: Subject, loss_fn: LossFunction
+    subject: CertifiedModel, loss_fn: LossFunction
 ) -> Callable[[Tensor, Tensor], Iterator[Tensor]]:
     """(x, y) ↦ each certified parameter's gradients, one row per example."""
     model = subject.model

@@ -20,10 +20,10 @@ from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.model import (
     BufferMode,
-    Subject,
+    CertifiedModel,
+    Public,
     check_unchanged,
-    copy_subject,
-    describe_subject,
+    copy_model,
     reset_statistics,
 )
 from expunge.processes.weights import hash_weights
@@ -61,7 +61,7 @@ def retrain(
     initialise: Initialise | None = None,
     loss_fn: LossFunction | None = cross_entropy,
     buffers: BufferMode = "reset",
-    public_buffers: Iterable[str] = (),
+    public: Public | None = None,
     forget_ids: Iterable[str | int] | None = None,
     retain_ids: Iterable[str | int] | None = None,
     device: torch.device | str | None = None,
@@ -88,13 +88,11 @@ def retrain(
     known = getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
     forgotten, retained = commit_disjoint(forget_ids, known)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_subject(
-            model, None, buffers=buffers, public_buffers=public_buffers, device=device
-        )
-        reset_statistics(subject.model, subject.buffers)
+        subject = copy_model(model, None, buffers=buffers, public=public, device=device)
+        reset_statistics(subject)
         torch.manual_seed(seed)
         told = _start_afresh(model, subject, initialise)
-        check_unchanged(model, subject)
+        check_unchanged(subject)
         fresh = hash_weights(subject.model.state_dict())
         log = train(
             subject.model,
@@ -106,7 +104,7 @@ def retrain(
             progress=progress,
             **options,
         )
-        check_unchanged(model, subject)
+        check_unchanged(subject)
     record = RunRecord(
         recipe=Retraining(),
         grid=0.0,
@@ -123,12 +121,12 @@ def retrain(
         finetune=describe_training(log, known),
         start="fresh",
         initialisation=f"{told}, seed {seed}",
-        **describe_subject(subject),
+        **subject.describe(),
     )
     return Run(subject.model, record)
 
 
-def _start_afresh(model: nn.Module, subject: Subject, initialise: Initialise | None) -> str:
+def _start_afresh(model: nn.Module, subject: CertifiedModel, initialise: Initialise | None) -> str:
     """Give every certified parameter a value that does not depend on the old one.
 
     All of them are NaN first: a parameter that the initialisation forgets, or only rescales, is
@@ -182,7 +180,7 @@ def _reset_modules(model: nn.Module) -> None:
         reset()
 
 
-def _take_weights(model: nn.Module, subject: Subject, build: Callable[[], object]) -> None:
+def _take_weights(model: nn.Module, subject: CertifiedModel, build: Callable[[], object]) -> None:
     """The trainable parameters of the module that ``build()`` returns, by name."""
     if not callable(build):
         raise InputError.of(

@@ -1,47 +1,69 @@
-"""The subject of a run: a copy of the model, sorted into what is certified and what is public.
+"""What of a model is certified, what is public, and what is put back before every step.
 
-What a module carries beside its parameters, and which of it may enter a certified run.
+A release is the certified parameters, which come from the noisy vector, and tensors that say
+nothing about the forget data. So every tensor that is not certified (frozen parameters; buffers of
+any dtype, persistent or not) must be *public*: compared bit for bit with a public source, or
+declared so by name. Only the running statistics of a normalisation may instead be *reset*: set to
+their initial value before the first step, and estimated on retained data after the last noise.
 
-BatchNorm's running statistics are functions of the data the model was trained on: carried over,
-they would hand the forget data past the noise. A buffer is let through when it is *public*: it
-belongs to a normalisation that is frozen (no trainable parameter, ``eval`` mode), it holds no
-floating-point numbers (masks, position indices), or the caller names it. Statistics can be
-*reset*: set to their initial value before the first step, and re-estimated on retained data after
-the last noise. Anything else is refused.
-
-What every record says beside the method: the module it ran on, the machine and the versions.
+A step must be a function of the vector, of retained data and of fresh randomness. Whatever else a
+module holds is put back before each of them: tensors, and the plain Python values of its
+attributes. What cannot be put back, such as global variables, is the operator's.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from expunge.certificates.record import list_versions
+from expunge.certificates.record import PublicTensors, list_versions
 from expunge.errors import InputError, UnlearningError
-from expunge.processes.group import is_sharded, reshard
-from expunge.processes.weights import hash_weights
+from expunge.processes.group import Processes, is_sharded, reshard
+from expunge.processes.weights import (
+    check_name,
+    cut_rows,
+    hash_weights,
+    list_tensors,
+    name_dtype,
+    to_local,
+)
+from expunge.training.batches import move_batch
+from expunge.training.losses import LossFunction, compute_loss
 
 Centre = Mapping[str, Tensor]
+Public = Mapping[str, Tensor] | nn.Module | str | Path | Iterable[str]
+BufferMode = Literal["refuse", "reset"]
+SAME_MODEL = 1e-3
 
 
 @dataclass(frozen=True)
-class Subject:
-    """``certified``: trainable parameters, tied ones once; ``centre``: the public point by the same
-    names, None for zero; ``frozen``: names of the tensors that are public and stay as they are."""
+class CertifiedModel:
+    """A model that can be certified: the copy that runs, and its tensors, sorted.
+
+    ``certified``: trainable parameters, tied ones once; ``centre``: the public point by the same
+    names, None for zero; ``public``: the other tensors, and why they are public; ``kept``: their
+    values by name; ``reset``: the names of the normalisations whose statistics are reset.
+    """
 
     model: nn.Module
     certified: dict[str, nn.Parameter]
     centre: dict[str, Tensor] | None
-    frozen: tuple[str, ...]
-    buffers: BufferPlan
+    public: PublicTensors | None
+    kept: dict[str, Tensor]
+    reset: tuple[str, ...]
 
     @property
     def device(self) -> torch.device:
@@ -56,41 +78,63 @@ class Subject:
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.certified.values()})
         return "+".join(kinds)
 
+    def show(self) -> nn.Module:
+        """A copy to look at, which shares only what is frozen; a sharded model itself."""
+        if is_sharded(self.model):
+            return self.model
+        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        return copy.deepcopy(self.model, cast(dict[int, Any], shared))
 
-def copy_subject(
+    def describe(self) -> dict[str, Any]:
+        """The fields of a record that follow from the module that ran."""
+        buffers = [name for name, _ in self.model.named_buffers()]
+        public = tuple(name for name in buffers if name in self.kept)
+        reset = tuple(name for name in buffers if name not in self.kept)
+        return {
+            "parameters": self.size,
+            "device": str(self.device),
+            "dtype": self.dtype,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "public": self.public,
+            "buffers": "reset" if reset else "frozen" if public else "none",
+            "buffer_names": reset or public,
+            "versions": list_versions(),
+        }
+
+
+def copy_model(
     model: nn.Module,
-    centre: Centre | None,
+    centre: Centre | None = None,
     *,
+    public: Public | None = None,
     buffers: BufferMode = "refuse",
-    public_buffers: Iterable[str] = (),
     device: torch.device | str | None = None,
-) -> Subject:
+    processes: Processes | None = None,
+) -> CertifiedModel:
     """Copy ``model`` and check that it can be certified; a sharded one is taken as it is.
 
-    >>> subject = copy_subject(nn.Linear(2, 1), None)
-    >>> list(subject.certified), subject.size, subject.frozen
-    (['weight', 'bias'], 3, ())
+    ``public`` is where the tensors that are not certified come from: a state_dict, a module or a
+    safetensors file, with which they are compared, or names and patterns that are declared public.
+
+    >>> found = copy_model(nn.Linear(2, 1))
+    >>> list(found.certified), found.size, found.public
+    (['weight', 'bias'], 3, None)
     """
-    plan = plan_buffers(model, buffers, public_buffers)
+    processes = Processes() if processes is None else processes
     sharded = is_sharded(model)
     if sharded:
         reshard(model)
+    _check_parameters(model, sharded)
+    list_tensors(model)
+    names, reset = sort_tensors(model, public, buffers)
     if sharded and device is not None:
         raise InputError.of("device", str(device), "left out: a sharded model stays where it is")
-    if sharded:
-        copied = model
-    else:
-        _check_parameters(model)
-        try:
-            copied = copy.deepcopy(model)
-        except (RuntimeError, TypeError) as error:
-            raise UnlearningError(f"the model cannot be copied: {error}") from error
+    source, compared = _compare(model, names, public, processes)
+    copied = model if sharded else _copy(model)
     copied.zero_grad(set_to_none=True)
     if device is not None:
         copied.to(device)
     certified = {name: p for name, p in copied.named_parameters() if p.requires_grad}
-    if not certified:
-        raise UnlearningError("the model has no trainable parameter; there is nothing to certify")
     for p in () if sharded else certified.values():
         p.data = p.data.contiguous()
     devices = sorted({str(p.device) for p in certified.values()})
@@ -100,14 +144,54 @@ def copy_subject(
         )
     if devices[0].startswith("mps"):
         raise UnlearningError("the grid needs float64, which mps does not have; pass device='cpu'")
-    frozen = [name for name, p in copied.named_parameters() if not p.requires_grad]
-    return Subject(
-        model=copied,
-        certified=certified,
-        centre=None if centre is None else match_centre(copied, certified, centre),
-        frozen=(*frozen, *plan.public),
-        buffers=plan,
-    )
+    matched = None if centre is None else match_centre(copied, certified, centre)
+    if matched is not None:
+        _check_centre(certified, matched, processes)
+    original = list_uncertified(model)
+    kept = {name: original[name].detach() for name in names}
+    if sharded:
+        kept = {name: tensor.clone() for name, tensor in kept.items()}
+    told = None
+    if names:
+        told = PublicTensors(tuple(names), compared, source, hash_weights(kept, processes))
+    return CertifiedModel(copied, certified, matched, told, kept, tuple(reset))
+
+
+def list_uncertified(model: nn.Module) -> dict[str, Tensor]:
+    """Frozen parameters and all buffers by name, tied ones once."""
+    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+    return cast(dict[str, Tensor], frozen) | dict(model.named_buffers())
+
+
+def sort_tensors(
+    model: nn.Module, public: Public | None, mode: BufferMode
+) -> tuple[list[str], list[str]]:
+    """The names of the tensors that are public, and of the modules that are reset.
+
+    A normalisation is reset unless it is frozen (no trainable parameter, ``eval`` mode) and
+    ``public`` speaks of it. Everything else that ``public`` does not speak of is refused by name.
+
+    >>> sort_tensors(nn.Sequential(nn.BatchNorm1d(2)), None, "reset")
+    ([], ['0'])
+    """
+    if mode not in ("refuse", "reset"):
+        raise InputError.of("buffers", mode, "'refuse' or 'reset'")
+    held = list_uncertified(model)
+    covered = set[str]()
+    if public is not None:
+        covered = set(held) if _is_source(public) else _match(held, public)
+    reset, gone = list[str](), set[str]()
+    for path, module in model.named_modules() if mode == "reset" else ():
+        prefix = f"{path}." if path else ""
+        own = {prefix + name for name, _ in module.named_buffers(recurse=False)} & held.keys()
+        if isinstance(module, _NormBase) and own and not (_is_frozen(module) and own <= covered):
+            reset.append(path)
+            gone |= own
+    names = [name for name in held if name not in gone]
+    refused = [name for name in names if name not in covered]
+    if refused:
+        raise UnlearningError(_refusal(refused))
+    return names, reset
 
 
 def match_centre(
@@ -118,11 +202,9 @@ def match_centre(
     Tied weights may come under any of their names; entries for frozen parameters and buffers are
     ignored; anything missing, unknown or of another shape is refused by name.
     """
-    aliases: dict[int, list[str]] = {}
-    for name, p in model.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(p), []).append(name)
-    known = {name for names in aliases.values() for name in names} | set(model.state_dict())
-    unknown = [name for name in centre if name not in known and name not in list_buffers(model)]
+    aliases = _list_aliases(model)
+    known = {name for names in aliases.values() for name in names}
+    unknown = [name for name in centre if name not in known]
     if unknown:
         raise InputError.of("centre key", unknown[0], "the name of a parameter of the model")
     matched: dict[str, Tensor] = {}
@@ -146,45 +228,258 @@ def match_centre(
     return matched
 
 
-def select_tensors(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """Parameters and buffers by name."""
-    everything = dict(model.named_parameters()) | list_buffers(model)
-    return {name: everything[name].detach() for name in names}
-
-
-def check_unchanged(original: nn.Module, subject: Subject) -> None:
-    """Refuse a public tensor that the steps changed: it remembers what the noise was to hide."""
-    before = select_tensors(original, subject.frozen)
-    for name, tensor in select_tensors(subject.model, subject.frozen).items():
-        if not torch.equal(before[name].to(tensor.device), tensor):
+def check_unchanged(certified: CertifiedModel) -> None:
+    """Refuse a public tensor that training changed: it remembers what nobody declared."""
+    now = list_uncertified(certified.model)
+    for name, tensor in certified.kept.items():
+        if not _same_bits(tensor, now[name]):
             raise UnlearningError(
-                f"{name} was declared public but changed during the noisy steps, so it carries "
-                "what the noise hides; freeze the module that writes it, or replace it"
+                f"{name} was declared public but changed during training, so it carries what the "
+                "certificate does not cover; freeze the module that writes it, or replace it"
             )
-
-
-def check_frozen(before: str | None, after: str | None) -> None:
-    """The same for a model that was changed in place, by the hash of its public tensors."""
-    if before != after:
-        raise UnlearningError(
-            "a tensor that was declared public changed during the noisy steps, so it carries what "
-            "the noise hides; freeze the module that writes it, or replace it"
-        )
 
 
 def check_finite(certified: Mapping[str, Tensor]) -> None:
     """Refuse a model whose trainable parameters, or its shards here, are not all finite."""
     for name, p in certified.items():
-        held: Any = p.detach()
-        if not bool(torch.isfinite(held.to_local() if hasattr(held, "to_local") else held).all()):
+        if not bool(torch.isfinite(to_local(p.detach())).all()):
             raise UnlearningError(f"parameter {name} holds values that are not finite")
+
+
+class HeldState:
+    """What modules hold beside their certified parameters, as it was before the first step."""
+
+    def __init__(self, certified: CertifiedModel, others: Iterable[nn.Module] = ()) -> None:
+        self._certified = certified
+        tables = ("_buffers", "_modules")
+        if not is_sharded(certified.model):
+            tables = ("_parameters", *tables)
+        roots = [certified.model, *others]
+        self._modules = [
+            (module, *_read_attributes(module), [(t, dict(vars(module)[t])) for t in tables])
+            for module in dict.fromkeys(m for root in roots for m in root.modules())
+        ]
+        now, kept = list_uncertified(certified.model), certified.kept
+        others_too = [t for root in others for t in (*root.parameters(), *root.buffers())]
+        pairs = [(t, kept.get(name)) for name, t in now.items()] + [(t, None) for t in others_too]
+        self._tensors = [
+            (live.detach(), live.detach().clone() if held is None else held) for live, held in pairs
+        ]
+
+    def put_back(self) -> None:
+        """Everything as it was; no gradient is left."""
+        for module, values, others, tables in self._modules:
+            attributes = vars(module)
+            for name in attributes.keys() - values.keys() - others.keys():
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    del attributes[name]
+            attributes.update(others)
+            for name, value in values.items():
+                attributes[name] = copy.deepcopy(value)
+            for name, table in tables:
+                attributes[name].clear()
+                attributes[name].update(table)
+        for p in self._certified.model.parameters():
+            p.grad = None
+        with torch.no_grad():
+            for live, held in self._tensors:
+                to_local(live).copy_(to_local(held))
+
+
+def reset_statistics(certified: CertifiedModel) -> None:
+    """Running statistics as in a module that has seen nothing.
+
+    That they are is seen by resetting twice, from unlike values: a buffer that then differs keeps
+    something of what was there, and is refused by name.
+    """
+    for path in certified.reset:
+        module = cast(Any, certified.model.get_submodule(path))
+        found: list[dict[str, Tensor]] = []
+        for filling in (1, 0):
+            for buffer in module.buffers(recurse=False):
+                buffer.fill_(filling)
+            module.reset_running_stats()
+            found.append({name: b.clone() for name, b in module.named_buffers(recurse=False)})
+        for name in found[0]:
+            if not _same_bits(found[0][name], found[1][name]):
+                raise UnlearningError(
+                    f"{path}.{name} is not reset by reset_running_stats of {type(module).__name__};"
+                    " declare it public, or use a normalisation that resets all its buffers"
+                )
+
+
+def estimate_statistics(
+    certified: CertifiedModel, loader: Iterable[Any], loss_fn: LossFunction | None
+) -> dict[str, Tensor]:
+    """Running statistics as the plain average over one pass of retained data, by name.
+
+    The weights are already noisy: this is post-processing. The model is left in another state.
+    """
+    certified.model.eval()
+    for path in certified.reset:
+        module = cast(Any, certified.model.get_submodule(path))
+        module.train()
+        module.reset_running_stats()
+        module.momentum = None
+    seen = 0
+    with torch.no_grad():
+        for batch in loader:
+            compute_loss(certified.model, move_batch(batch, certified.device), loss_fn)
+            seen += 1
+    if seen == 0:
+        raise UnlearningError("retain_loader yields no batches to re-estimate buffers on")
+    found = list_uncertified(certified.model).items()
+    return {name: tensor.clone() for name, tensor in found if name not in certified.kept}
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """A deep copy, which comes across every tensor there is: one that is hidden is refused."""
+    memo: dict[int, Any] = {}
+    try:
+        copied = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as error:
+        raise UnlearningError(f"the model cannot be copied: {error}") from error
+    held = [*copied.parameters(), *copied.buffers()]
+    known = {id(t) for t in held} | {id(t.grad) for t in held}
+    for value in memo.values():
+        if isinstance(value, Tensor | np.ndarray) and id(value) not in known:
+            shape = tuple(cast(Any, value).shape)
+            raise UnlearningError(
+                f"the model holds a tensor or array of shape {shape} in an object that is neither "
+                "parameter nor buffer: no noise covers it; make it a buffer, or delete it"
+            )
+    return copied
+
+
+def _is_source(public: Public) -> bool:
+    """Whether ``public`` holds tensors to compare with, rather than names."""
+    return isinstance(public, Mapping | nn.Module | str | Path)
+
+
+def _match(held: Mapping[str, Tensor], public: Public) -> set[str]:
+    """The names that the patterns declare; a pattern must declare something."""
+    covered: set[str] = set()
+    for pattern in cast(Iterable[object], public):
+        found = {name for name in held if isinstance(pattern, str) and fnmatchcase(name, pattern)}
+        if not found:
+            raise InputError.of(
+                "public", pattern, "the name of a frozen parameter or buffer, or a pattern of some"
+            )
+        covered |= found
+    return covered
+
+
+def _compare(
+    model: nn.Module, names: Sequence[str], public: Public | None, processes: Processes
+) -> tuple[str, bool]:
+    """Where the public tensors come from, and whether they were compared; none may differ."""
+    if public is None or not _is_source(public):
+        return "declared public by the operator", False
+    source, told = _read_source(cast(Any, public))
+    held, aliases = list_uncertified(model), _list_aliases(model)
+    missing, differing = list[str](), list[str]()
+    for name in names:
+        found = [source[alias] for alias in aliases[id(held[name])] if alias in source]
+        if not found:
+            missing.append(name)
+        for given in found:
+            whole = held[name].shape == given.shape
+            own = cut_rows(given, held[name], processes) if whole else given
+            if not _same_bits(to_local(held[name].detach()), to_local(own)):
+                differing.append(name)
+                break
+    if missing or differing:
+        what = "is not in" if missing else "differs from"
+        raise UnlearningError(
+            f"{_list(missing or differing)} {what} the public tensors ({told}); what is not "
+            "certified must be public bit for bit: train it (requires_grad=True), put the public "
+            "values back, or declare by name what is public for another reason"
+        )
+    return told, True
+
+
+def _read_source(
+    public: Mapping[str, Tensor] | nn.Module | str | Path,
+) -> tuple[Mapping[str, Tensor], str]:
+    match public:
+        case nn.Module():
+            parameters = dict(public.named_parameters(remove_duplicate=False))
+            buffers = dict(public.named_buffers(remove_duplicate=False))
+            return parameters | buffers, f"a {type(public).__name__}"
+        case str() | Path():
+            try:
+                return safetensors.torch.load_file(public), f"file {Path(public).name}"
+            except (OSError, SafetensorError) as error:
+                raise InputError(
+                    f"public is {str(public)!r}, which cannot be read as a safetensors file "
+                    f"({error}); names and patterns are given as a list"
+                ) from None
+        case _:
+            for name, tensor in public.items():
+                if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise InputError.of(f"public[{name!r}]", tensor, "a tensor")
+            return public, "a state_dict"
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """The same shape, dtype and bytes, wherever they lie."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    flat = [to_local(t.detach()).cpu().contiguous().reshape(-1) for t in (a, b)]
+    return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
+
+
+def _check_centre(
+    certified: Mapping[str, Tensor], centre: Mapping[str, Tensor], processes: Processes
+) -> None:
+    """Refuse the old model as its own centre: ‖x̂ - c‖ ≤ 1e-3 ‖x̂‖, in float64."""
+    distance = norm = 0.0
+    for name, p in certified.items():
+        x = to_local(p.detach()).double()
+        c = to_local(cut_rows(centre[name], p, processes)).double()
+        distance += float(torch.sum((x - c) ** 2))
+        norm += float(torch.sum(x**2))
+    distance, norm = processes.sum([distance, norm])
+    if norm > 0 and math.sqrt(distance) <= SAME_MODEL * math.sqrt(norm):
+        raise InputError(
+            "centre is the old model, or as near to it as a copy: the certificate would bound "
+            "nothing; it must be public weights that never saw the forget data"
+        )
+
+
+def _list_aliases(model: nn.Module) -> dict[int, list[str]]:
+    """All names of every parameter and buffer, by identity."""
+    aliases: dict[int, list[str]] = {}
+    everything: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
+    for name, tensor in (*everything, *model.named_buffers(remove_duplicate=False)):
+        aliases.setdefault(id(tensor), []).append(name)
+    return aliases
+
+
+def _check_parameters(model: nn.Module, sharded: bool) -> None:
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for name, p in trainable:
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise UnlearningError(f"parameter {name} has no shape yet; run the model once first")
+        if not p.is_floating_point():
+            raise UnlearningError(f"parameter {name} is {p.dtype}; only real ones can be certified")
+        if p.layout is not torch.strided:
+            raise UnlearningError(f"parameter {name} is not dense; only dense ones are certified")
+        name_dtype(name, p)
+    for name, tensor in list_uncertified(model).items():
+        name_dtype(check_name(name), tensor)
+    if not any(p.numel() > 0 for _, p in trainable):
+        raise UnlearningError(
+            "the model has no trainable parameter; at least one must have requires_grad=True"
+        )
+    if not sharded:
+        _check_memory(model)
 
 
 def _check_memory(model: nn.Module) -> None:
     """No memory under two names of which one is trained: a copy gives each memory of its own.
 
-    The noise would then be drawn twice; and what is not trained is taken for public, so that old
-    weights would stay in it.
+    The noise would then be drawn twice; and old weights would stay in what is not trained.
     """
     named = [(name, p, p.requires_grad) for name, p in model.named_parameters()]
     named += [(name, tensor, False) for name, tensor in model.named_buffers()]
@@ -206,140 +501,46 @@ def _check_memory(model: nn.Module) -> None:
         furthest[trained] = max(furthest[trained], (end, name))
 
 
-def _check_parameters(model: nn.Module) -> None:
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    for name, p in trainable:
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise UnlearningError(f"parameter {name} has no shape yet; run the model once first")
-        if p.is_complex():
-            raise UnlearningError(f"parameter {name} is complex; only real ones can be certified")
-        if p.layout is not torch.strided:
-            raise UnlearningError(f"parameter {name} is not dense; only dense ones are certified")
-    if not any(p.numel() > 0 for _, p in trainable):
-        raise UnlearningError(
-            "the model has no trainable parameter; at least one must have requires_grad=True"
-        )
-    _check_memory(model)
-
-
-BufferMode = Literal["refuse", "reset"]
-
-
-@dataclass(frozen=True)
-class BufferPlan:
-    """``public``: names of the buffers that stay as they are; ``reset``: those that are reset, and
-    ``modules``: the modules that hold the latter."""
-
-    public: tuple[str, ...]
-    reset: tuple[str, ...]
-    modules: tuple[str, ...]
-
-
-def plan_buffers(model: nn.Module, mode: BufferMode, public: Iterable[str] = ()) -> BufferPlan:
-    """Sort a module's buffers into public and reset ones; refuse the rest by name.
-
-    >>> plan_buffers(nn.BatchNorm1d(2).eval().requires_grad_(False), "refuse").reset
-    ()
-    >>> plan_buffers(nn.Sequential(nn.BatchNorm1d(2)), "reset").modules
-    ('0',)
-    """
-    if mode not in ("refuse", "reset"):
-        raise InputError.of("buffers", mode, "'refuse' or 'reset'")
-    named = list_buffers(model)
-    declared = set(public)
-    unknown = sorted(declared - named.keys())
-    if unknown:
-        raise InputError.of("public_buffers", unknown[0], "the name of a buffer of the model")
-    kept, reset, modules, refused = list[str](), list[str](), list[str](), list[str]()
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        own = [prefix + name for name, _ in module.named_buffers(recurse=False)]
-        own = [name for name in own if name in named]
-        if isinstance(module, _NormBase) and own:
-            if mode == "reset" and not is_frozen(module):
-                modules.append(path)
-                reset += own
-            elif is_frozen(module) or (declared.issuperset(own) and not module.training):
-                kept += own
-            else:
-                refused += own
-            continue
-        for name in own:
-            public_name = name in declared or not named[name].is_floating_point()
-            (kept if public_name else refused).append(name)
-    if refused:
-        raise UnlearningError(_refusal(refused))
-    return BufferPlan(tuple(kept), tuple(reset), tuple(modules))
-
-
-def list_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Every buffer by name, shared ones once."""
-    return dict(model.named_buffers())
-
-
-def is_frozen(module: nn.Module) -> bool:
+def _is_frozen(module: nn.Module) -> bool:
     """In ``eval`` mode and without a trainable parameter."""
     trainable = any(p.requires_grad for p in module.parameters(recurse=False))
     return not module.training and not trainable
 
 
-def reset_statistics(model: nn.Module, plan: BufferPlan) -> None:
-    """Running statistics as in a module that has seen nothing."""
-    for path in plan.modules:
-        cast(Any, model.get_submodule(path)).reset_running_stats()
+def _read_attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's own attributes: copies of the plain values, and references to the others."""
+    tables = ("_parameters", "_buffers", "_modules")
+    given = {name: value for name, value in vars(module).items() if name not in tables}
+    plain = {name: copy.deepcopy(value) for name, value in given.items() if _is_plain(value)}
+    return plain, {name: value for name, value in given.items() if name not in plain}
 
 
-def estimate_statistics(
-    model: nn.Module, plan: BufferPlan, batches: Iterable[Any], forward: Callable[[Any], object]
-) -> int:
-    """Running statistics as the plain average over one pass of retained data; returns batches seen.
+def _is_plain(value: object) -> bool:
+    """Numbers, text, and what is built of them."""
+    match value:
+        case None | bool() | int() | float() | complex() | str() | bytes():
+            return True
+        case torch.dtype() | torch.device():
+            return True
+        case list() | tuple() | set() | frozenset():
+            return all(map(_is_plain, cast(Iterable[object], value)))
+        case dict():
+            items = cast(dict[object, object], value).items()
+            return all(_is_plain(key) and _is_plain(item) for key, item in items)
+        case _:
+            return False
 
-    ``forward(batch)`` runs the model, whose weights are already noisy: this is post-processing.
-    """
-    modules = [cast(Any, model.get_submodule(path)) for path in plan.modules]
-    flags = {module: module.training for module in model.modules()}
-    momenta = [module.momentum for module in modules]
-    model.eval()
-    seen = 0
-    try:
-        for module in modules:
-            module.train()
-            module.reset_running_stats()
-            module.momentum = None
-        with torch.no_grad():
-            for batch in batches:
-                forward(batch)
-                seen += 1
-    finally:
-        for module, momentum in zip(modules, momenta, strict=True):
-            module.momentum = momentum
-        for module, flag in flags.items():
-            module.training = flag
-    return seen
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _refusal(names: list[str]) -> str:
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    verb = "is a buffer" if len(names) == 1 else "are buffers"
+    verb = "is" if len(names) == 1 else "are"
     return (
-        f"{listed} {verb} that the original training may have filled from the forget data, and no "
-        "noise covers buffers; freeze the module that holds it (no trainable parameter, eval mode) "
-        "if it is public, pass buffers='reset' for running statistics, name it in public_buffers "
-        "if it is a public constant, or use GroupNorm or LayerNorm"
+        f"{_list(names)} {verb} not certified: no noise covers frozen parameters and buffers, and "
+        "the original training may have filled them from the forget data; pass public= (a "
+        "state_dict, module or file of public weights to compare with, or names and patterns that "
+        "you declare public), buffers='reset' for running statistics, or use GroupNorm or "
+        "LayerNorm"
     )
-
-
-def describe_subject(subject: Subject) -> dict[str, Any]:
-    """The fields of a :class:`~expunge.certificates.record.RunRecord` that follow from the module that ran."""
-    public, plan = select_tensors(subject.model, subject.frozen), subject.buffers
-    return {
-        "parameters": subject.size,
-        "device": str(subject.device),
-        "dtype": subject.dtype,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "frozen": hash_weights(public) if public else None,
-        "frozen_names": subject.frozen,
-        "buffers": "reset" if plan.reset else "frozen" if plan.public else "none",
-        "buffer_names": plan.reset or plan.public,
-        "versions": list_versions(),
-    }

@@ -5,50 +5,36 @@
 
 ``g_t`` is a minibatch gradient on retained data. Gradient clipping clips it to C1, model clipping
 clips the model to R = C2 instead, output perturbation takes no step at all. What ran is returned
-as a :class:`~expunge.certificates.record.RunRecord`; what it guarantees follows from that record alone.
+as a :class:`~expunge.certificates.record.RunRecord`; what it guarantees follows from that record
+alone.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from expunge import recipes
 from expunge.accounting.precision import NoisyRecipe
-from expunge.certificates.identifiers import Commitment, commit_disjoint
+from expunge.certificates.identifiers import commit_disjoint, read_names
 from expunge.certificates.record import Run, RunRecord, list_versions
-from expunge.errors import InputError, UnlearningError
+from expunge.errors import InputError
+from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.loop import Loop, OnStep
-from expunge.noisy.model import (
-    BufferMode,
-    Centre,
-    Subject,
-    check_finite,
-    check_frozen,
-    check_unchanged,
-    copy_subject,
-    estimate_statistics,
-    select_tensors,
-)
-from expunge.noisy.noise import Noise, SystemNoise
-from expunge.processes.group import CHECK_EVERY, Processes, find_processes, is_sharded
-from expunge.processes.weights import hash_weights
+from expunge.noisy.model import BufferMode, Centre, Public, check_finite, copy_model
+from expunge.noisy.noise import Noise, check_noise
+from expunge.noisy.team import Team
+from expunge.processes.group import Processes, find_processes
+from expunge.processes.weights import hash_weights, list_tensors, view_bytes
 from expunge.recipes import Execution
-from expunge.training.batches import move_batch
-from expunge.training.compiled import Compile
-from expunge.training.losses import LossFunction, compute_loss
+from expunge.training.batches import count_examples, count_samples
+from expunge.training.losses import LossFunction
 from expunge.training.randomness import untouched_random
-
-if TYPE_CHECKING:
-    from expunge.noisy.team import Team
 
 Start = Literal["model", "centre"]
 
@@ -60,43 +46,41 @@ def unlearn(
     *,
     loss_fn: LossFunction | None = None,
     centre: Centre | None = None,
+    public: Public | None = None,
     noise: Noise | None = None,
     start: Start = "model",
     buffers: BufferMode = "refuse",
-    public_buffers: Iterable[str] = (),
     forget_ids: Iterable[str | int] | None = None,
     retain_ids: Iterable[str | int] | None = None,
-    releases: int = 1,
-    parent: str | None = None,
     device: torch.device | str | None = None,
-    compile: Compile = "auto",
     progress: bool = False,
     on_step: OnStep | None = None,
-    checkpoint: str | Path | None = None,
-    checkpoint_seconds: float = 30.0,
-    resume: bool = False,
+    checkpoint: Checkpoint | None = None,
     distributed: bool | Processes | None = None,
-    check_every: int | None = None,
 ) -> Run:
     """Forget what is not in ``retain_loader``, with a certificate's worth of noise.
 
     The module passed in and the global random state are untouched; the copy is run in the train or
     eval mode the module is in. ``centre`` is a state_dict of public weights (None: zero), towards
-    which clips and weight decay pull. ``start="centre"`` is the control that never sees the old
-    model. ``loss_fn(output, target)`` may be None when batches are mappings and the model returns
-    its own loss. Gradients that are not finite count as zero and are recorded. ``on_step(done,
-    model)`` is called after every step; what it sees is not covered by any certificate. With
-    ``checkpoint`` the state is saved every ``checkpoint_seconds``, at the end, and when ``on_step``
-    raises KeyboardInterrupt; ``resume`` goes on from there with fresh noise.
+    which clips and weight decay pull. ``public`` is where all tensors that are not trained come
+    from: a state_dict, module or file that they are compared with, or a list of names and patterns
+    that you declare public; ``buffers="reset"`` estimates running statistics anew instead.
+    ``start="centre"`` is the control that never sees the old model. ``loss_fn(output, target)`` may
+    be None when batches are mappings and the model returns its own loss. Gradients that are not
+    finite count as zero and are recorded. ``on_step(done, model)`` sees a copy after every step,
+    which no certificate covers; if it raises KeyboardInterrupt the run stops there. ``checkpoint``
+    says where the state is saved, and whether to go on from there, with fresh noise.
+
+    The order of the data and dropout are drawn from the run's own noise source: what the original
+    training left in the global generators, or in those of the loader, is not used.
 
     **Several processes.** Where ``torch.distributed`` is initialised with more than one process,
     they do one run together: all must call ``unlearn`` with the same arguments, and do their share
-    of every batch. ``distributed=False`` is a run of this process alone, True refuses to be alone.
-    A loss must be a mean over examples. Every ``check_every`` steps (default 50) the processes
-    compare what they hold, and stop if it differs. A model on which ``fully_shard`` was called is
-    changed in place, since it cannot be copied, and ``checkpoint`` is then, as for any run of
-    several, a folder that all can reach. All return the same record; ``expunge.processes.group`` has the
-    rest.
+    of every batch. ``distributed=False`` is a run of this process alone, True refuses to be alone,
+    and ``find_processes(True, check_every=10)`` says how often they compare what they hold. A loss
+    must be a mean over examples. A model on which ``fully_shard`` was called is changed in place,
+    since it cannot be copied. For several processes ``checkpoint.path`` is a folder that all can
+    reach. All return the same record; ``expunge.processes.group`` has the rest.
 
     >>> from expunge import GradientClipping
     >>> recipe = GradientClipping(start_clip=1.0, grad_clip=1.0, learning_rate=0.1,
@@ -106,63 +90,52 @@ def unlearn(
     >>> len(run.record.trace), run.record.parameters, run.record.noise["source"]
     (3, 6, 'system')
     """
-    recipe = _check_recipe(recipe, start)
-    forget, retain = commit_disjoint(
-        forget_ids, getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
-    )
-    Execution(releases=releases)
-    if parent is not None and not re.fullmatch("[0-9a-f]{64}", parent):
-        raise InputError.of("parent", parent, "the 64 hexadecimal digits of a certificate's hash")
-    path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists() and not resume:
-        raise InputError(f"checkpoint {path} exists already; pass resume=True or another path")
-    found = find_processes(distributed, CHECK_EVERY if check_every is None else check_every)
-    processes = None if found.alone else found
-    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_subject(
-            model, centre, buffers=buffers, public_buffers=public_buffers, device=device
+    recipe, source = _check_recipe(recipe, start), check_noise(noise)
+    retained = read_names(getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids)
+    forgotten = read_names(forget_ids)
+    forget, retain = commit_disjoint(forgotten, retained)
+    checked = _check_lengths(forgotten, retained, retain_loader)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoint):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError.of("checkpoint", checkpoint, "a Checkpoint(path, every, resume) or None")
+    if checkpoint is not None and checkpoint.place.exists() and not checkpoint.resume:
+        raise InputError(
+            f"checkpoint {checkpoint.path} exists already; say Checkpoint(..., resume=True) or "
+            "give another path"
         )
-        if start == "model":
-            with contextlib.nullcontext() if processes is None else processes.together():
-                check_finite(subject.certified)
-        team = _find_team(processes, subject)
-        loader = retain_loader if team is None else team.share_out(retain_loader)
-        source = noise or SystemNoise()
-        loop = Loop(subject, recipe, loader, loss_fn, source, compile, team)
-        hash_state = hash_weights if team is None else team.hash_state
-        before = hash_state(model.state_dict())
-        hashes = {
-            "weights_before": before,
-            "frozen": _hash_named(subject, hash_state),
-            "centre": None if subject.centre is None else hash_state(subject.centre),
-        }
-        identity = hashes | {
+    processes = find_processes(distributed)
+    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
+        with processes.together():
+            certified = copy_model(
+                model, centre, public=public, buffers=buffers, device=device, processes=processes
+            )
+            if start == "model":
+                check_finite(certified.certified)
+        team = Team(processes, certified)
+        loop = Loop(certified, recipe, retain_loader, loss_fn, source, team)
+        before = hash_weights(list_tensors(model), processes)
+        held = None if certified.centre is None else hash_weights(certified.centre, processes)
+        identity = {
+            "versions": list_versions(),
+            "model": before,
+            "public tensors": None if certified.public is None else certified.public.hash,
+            "centre": held,
             "recipe": recipes.to_dict(recipe),
             "start": start,
-            "noise": loop.noise.describe(),
+            "noise": source.describe(),
             "buffers": buffers,
+            "forget set": None if forgotten is None else _digest(sorted(set(forgotten))),
+            "retained set": None if retained is None else _digest(retained),
+            "retained data": None if checkpoint is None else describe_data(retain_loader),
         }
-        if team is not None:
-            counts = {"forget set of": _count(forget), "retained set of": _count(retain)}
-            team.begin(identity | counts | {"versions": list_versions()}, loader)
-        loop.begin(path if resume else None, identity)
-        loop.run(
-            path, checkpoint_seconds, identity, on_step, progress and (team is None or team.leads)
-        )
-        if subject.model is model:
-            check_frozen(hashes["frozen"], _hash_named(subject, hash_state))
-        else:
-            check_unchanged(model, subject)
-        noisy = after = hash_state(subject.model.state_dict())
-        if subject.buffers.modules:
-            _estimate(subject, retain_loader, loss_fn)
-            after = hash_weights(subject.model.state_dict())
-    plan = subject.buffers
+        loop.run(identity, checkpoint, on_step, progress)
+        noisy = after = hash_weights(list_tensors(certified.model), processes)
+        if certified.reset:
+            loop.estimate()
+            after = hash_weights(list_tensors(certified.model), processes)
     record = RunRecord(
         recipe=recipe,
-        parameters=subject.size,
         grid=loop.vector.grid,
-        execution=Execution(rounding=loop.precision.rounding, releases=releases),
+        execution=Execution(rounding=loop.precision.rounding),
         noise=loop.describe_noise(),
         noise_keys=loop.noise_keys,
         trace=loop.tell(),
@@ -170,23 +143,57 @@ def unlearn(
         weights_before=before,
         weights_noisy=noisy,
         weights_after=after,
-        device=str(subject.device),
-        dtype=subject.dtype,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        frozen=hashes["frozen"],
-        frozen_names=subject.frozen,
-        centre=hashes["centre"],
+        centre=held,
         forget=forget,
         retain=retain,
-        buffers="reset" if plan.reset else "frozen" if plan.public else "none",
-        buffer_names=plan.reset or plan.public,
+        checked=checked,
         start=start,
         resumed=loop.resumed,
-        parent=parent,
-        processes=None if team is None else team.describe(),
-        versions=list_versions(),
+        processes=team.describe(),
+        **certified.describe(),
     )
-    return Run(subject.model, record if processes is None else processes.share(record))
+    names = None if forgotten is None else frozenset(forgotten)
+    return Run(certified.model, processes.share(record), names)
+
+
+def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
+    """What tells the retained data of a run from others without reading them all twice.
+
+    Sizes always; of what lies in memory, the bytes.
+
+    >>> describe_data([torch.zeros(2)]) == describe_data([torch.ones(2)])
+    False
+    """
+    length = len(cast(Any, loader)) if hasattr(loader, "__len__") else None
+    size = getattr(loader, "batch_size", None)
+    held: list[object] = [getattr(loader, name, None) for name in ("inputs", "targets")]
+    held += getattr(getattr(loader, "dataset", None), "tensors", ())
+    if isinstance(loader, list | tuple):
+        held += cast(Sequence[object], loader)
+    digest = hashlib.sha256()
+    for tensor in _find_tensors(held):
+        digest.update(str((tensor.shape, tensor.dtype)).encode())
+        digest.update(view_bytes(tensor))
+    return {
+        "kind": type(loader).__name__,
+        "batches": length,
+        "batch size": size if isinstance(size, int) else None,
+        "samples": count_samples(loader),
+        "bytes": digest.hexdigest(),
+    }
+
+
+def _find_tensors(value: object) -> Iterable[Tensor]:
+    match value:
+        case Tensor():
+            yield value
+        case list() | tuple():
+            for item in cast(Sequence[object], value):
+                yield from _find_tensors(item)
+        case dict():
+            yield from _find_tensors(list(cast(dict[str, object], value).values()))
+        case _:
+            pass
 
 
 def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
@@ -199,33 +206,24 @@ def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
     return recipe if start == "model" else replace(recipe, start_clip=0.0)
 
 
-def _hash_named(subject: Subject, hash_state: Callable[[Mapping[str, Tensor]], str]) -> str | None:
-    """The hash of the public tensors; None if there are none."""
-    public = select_tensors(subject.model, subject.frozen)
-    return hash_state(public) if public else None
+def _check_lengths(
+    forgotten: Sequence[str] | None, retained: Sequence[str] | None, loader: Iterable[Any]
+) -> bool:
+    """Whether both sets of identifiers are known, and the retained one is that of the data."""
+    count = count_samples(loader)
+    if count is None and isinstance(loader, list | tuple):
+        count = sum(count_examples(batch) for batch in cast(Sequence[Any], loader))
+    if retained is not None and count is not None and len(retained) != count:
+        raise InputError.of(
+            "number of retain_ids", len(retained), f"{count}, one for each retained example"
+        )
+    return forgotten is not None and retained is not None and count is not None
 
 
-def _find_team(processes: Processes | None, subject: Subject) -> Team | None:
-    """The team of these processes around the model; None for a run of one process."""
-    if processes is None:
-        if is_sharded(subject.model):
-            raise UnlearningError(
-                "the model is sharded, and this is a run of one process; it takes all processes "
-                "that hold the model (distributed=None)"
-            )
-        return None
-    from expunge.noisy.team import Team  # torch's sharded tensors are slow to import
-
-    return Team(processes, subject)
-
-
-def _count(commitment: Commitment | None) -> int | None:
-    return None if commitment is None else commitment.count
-
-
-def _estimate(subject: Subject, loader: Iterable[Any], loss_fn: LossFunction | None) -> None:
-    def forward(batch: Any) -> object:
-        return compute_loss(subject.model, move_batch(batch, subject.device), loss_fn)
-
-    if estimate_statistics(subject.model, subject.buffers, loader, forward) == 0:
-        raise UnlearningError("retain_loader yields no batches to re-estimate buffers on")
+def _digest(names: Iterable[str]) -> str:
+    """One hash for identifiers; it goes into checkpoints, which are private."""
+    digest = hashlib.sha256()
+    for name in names:
+        data = name.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "big") + data)
+    return digest.hexdigest()

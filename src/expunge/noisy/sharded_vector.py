@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from expunge.errors import UnlearningError
-from expunge.noisy.noise import Array, Drawing, Stream
+from expunge.noisy.noise import Array, NoiseStream, StepNoise
 from expunge.noisy.vector import CHUNK, GridVector, Norms
 from expunge.processes.group import Processes
-from expunge.processes.weights import locate_rows, to_local
+from expunge.processes.weights import cut_rows, locate_rows, to_local
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,18 @@ def check_spans(parts: Sequence[Sequence[tuple[int, int]]], size: int) -> None:
         raise UnlearningError(f"the processes hold {end} of {size} positions of the vector")
 
 
-class ShardedDrawing(Drawing):
+class ShardedNoise(StepNoise):
     """Cells of noise for a process's part of the vector, drawn at its places in the whole one."""
 
     def __init__(
-        self, stream: Stream, levels: Sequence[float], spans: Sequence[Span], longest: int
+        self, stream: NoiseStream, levels: Sequence[float], spans: Sequence[Span], longest: int
     ) -> None:
-        length = sum(span.length for span in spans)
-        super().__init__(stream, levels, length + 1, max(longest, 1))
+        super().__init__(stream, levels, longest)
         self._spans = spans
 
     def take(self, number: int, start: int, stop: int) -> Array:
         """The noise of coordinates [start, stop) of this process's part."""
-        out = self._rows[0, : stop - start]
+        out = self._row[: stop - start]
         for span in self._spans:
             a, b = max(start, span.local), min(stop, span.local + span.length)
             if a < b:
@@ -148,7 +147,14 @@ class ShardedVector(GridVector):
     ) -> None:
         check_layout(parameters, processes)
         whole = list(parameters.values())
-        local = None if centre is None else [_cut(c, processes) for c in centre.values()]
+        local = (
+            None
+            if centre is None
+            else [
+                to_local(cut_rows(c, p, processes))
+                for p, c in zip(whole, centre.values(), strict=True)
+            ]
+        )
         super().__init__([to_local(p.detach()) for p in whole], local, grid)
         self.processes, self._names, self._whole = processes, list(parameters), whole
         self.size = sum(p.numel() for p in whole)
@@ -156,9 +162,9 @@ class ShardedVector(GridVector):
         told = processes.gather([(span.position, span.length) for span in self.spans])
         check_spans(told, self.size)
 
-    def make_drawing(self, stream: Stream, levels: Sequence[float]) -> ShardedDrawing:
+    def make_noise(self, stream: NoiseStream, levels: Sequence[float]) -> ShardedNoise:
         """The noise of this process's positions."""
-        return ShardedDrawing(stream, levels, self.spans, min(len(self._cells), CHUNK))
+        return ShardedNoise(stream, levels, self.spans, min(len(self._cells), CHUNK))
 
     def state_shards(self) -> dict[str, Tensor]:
         """The cells by parameter, sharded as the parameters are: views of this vector's memory."""
@@ -182,11 +188,3 @@ class ShardedVector(GridVector):
 
     def _tell(self, norm: float, factor: float, noise: float) -> Norms:
         return super()._tell(norm, factor, self.processes.sum([noise])[0])
-
-
-def _cut(tensor: Tensor, processes: Processes) -> Tensor:
-    """This process's rows of a public tensor that every process may hold whole."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    start, stop = locate_rows(tensor.shape[0], processes.rank, processes.size)
-    return tensor[start:stop].clone()

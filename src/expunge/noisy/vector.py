@@ -12,8 +12,6 @@ Norms are float64 sums with a proven margin (:func:`clip_factor`): after clippin
 never exceeds the bound in exact arithmetic. Memory: ``k`` is two float32 vectors; all else is
 worked through in chunks.
 
-A certified vector in pieces that fit in a cache, and the arithmetic on one of them.
-
 The vector is cut wherever that falls in the tensors it stands for. On the CPU the arithmetic is
 numpy's, on the same memory as the tensors: after a forward and backward pass a call of it costs
 half of one of torch, and a step makes a dozen.
@@ -21,9 +19,8 @@ half of one of torch, and a step makes a dozen.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +29,7 @@ import torch
 from torch import Tensor
 
 from expunge.accounting.precision import LARGEST_CELL, norm_margin
-from expunge.noisy.noise import Array, Drawing
+from expunge.noisy.noise import Array, NoiseStream, StepNoise
 
 CHUNK = 1 << 15  # as long as torch works on in one thread
 LOST = 2.0**-500  # a larger coordinate has a square that is not lost, even where denormals are
@@ -85,15 +82,6 @@ def clip_factor(norm: float, bound: float, size: int) -> float:
     return 1.0 if largest <= bound else bound / largest * (1 - 2.0**-50)
 
 
-def lower(allowed: float, proposed: float) -> float:
-    """``proposed`` if it is a factor of at most what is allowed, else what is allowed.
-
-    >>> lower(0.5, 0.4), lower(0.5, 0.6), lower(0.5, math.nan), lower(0.5, -1.0)
-    (0.4, 0.5, 0.5, 0.5)
-    """
-    return proposed if 0 <= proposed <= allowed else allowed
-
-
 def truncate_cells(cells: Tensor) -> Tensor:
     """Round towards zero in place; by numpy on a CPU.
 
@@ -118,16 +106,15 @@ class GridVector:
         parameters: Sequence[Tensor],
         centre: Sequence[Tensor] | None,
         grid: float,
-        drawing: Drawing | None = None,
+        noise: StepNoise | None = None,
     ) -> None:
         self.parameters = [p.detach() for p in parameters]
-        self.grid, self.drawing = grid, drawing
+        self.grid, self.noise = grid, noise
         self.device = self.parameters[0].device
         self.size = sum(p.numel() for p in self.parameters)
         self._centre = None if centre is None else [c.detach() for c in centre]
         self._cells = torch.zeros(self.size, dtype=torch.float64, device=self.device)
         self._chunks = cut(self._cells, [p.shape for p in self.parameters], CHUNK)
-        self._held = self._deferred = False
 
     def start(self, radius: float) -> float:
         """x_0 = Π_radius(x̂), then rounded towards the centre; returns ‖x̂ - c‖."""
@@ -147,12 +134,15 @@ class GridVector:
     def gradient_norm(self, gradients: Sequence[Tensor]) -> float:
         """‖g‖ in float64; not finite if and only if some g_i is not (or overflows float64)."""
         squares = [self._square(chunk.gather(gradients)) for chunk in self._chunks]
-        self._held = len(self._chunks) == 1
         return self._root(squares)
 
     def clip_factor(self, norm: float, bound: float) -> float:
         """What brings a vector of this norm and of this length within ``bound``."""
         return clip_factor(norm, bound, self.size)
+
+    def make_noise(self, stream: NoiseStream, levels: Sequence[float]) -> StepNoise:
+        """The noise of this vector's positions; ``levels`` in cells."""
+        return StepNoise(stream, levels, min(self.size, CHUNK))
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """k ← round(Π(ρ k - (γ/g) · clip · g)) + round(ξ/g), saturated; then the parameters."""
@@ -173,7 +163,6 @@ class GridVector:
             squares.append(self._square(chunk.cells))
             if not projected:
                 noise += self._finish(chunk, update, squares[-1])
-        self._held = False
         norm, factor = self._root(squares) * self.grid, 1.0
         if projected:
             factor = self.clip_factor(norm, update.radius)
@@ -185,21 +174,6 @@ class GridVector:
     def perturb(self, number: int, noise_std: float) -> Norms:
         """x ← x + N(0, σ² I): the start noise, or output perturbation's one draw."""
         return self.step([], Update(0.0, 0.0, 0.0, math.inf, noise_std, number))
-
-    @property
-    def cells(self) -> Tensor:
-        """k."""
-        return self._cells
-
-    @contextlib.contextmanager
-    def writing_later(self) -> Generator[None]:
-        """Steps inside leave the parameters alone, until ``write`` or the end."""
-        self._deferred = True
-        try:
-            yield
-        finally:
-            self._deferred = False
-            self.write()
 
     def write(self) -> None:
         """The parameters of the present cells."""
@@ -225,8 +199,7 @@ class GridVector:
 
     def _descend(self, chunk: Chunk, gradients: Sequence[Tensor], alpha: float) -> None:
         if alpha > 0:
-            if not self._held:
-                chunk.gather(gradients)
+            chunk.gather(gradients)
             chunk.subtract(alpha)
 
     def _shrink(self, cells: Tensor, factor: float) -> None:
@@ -244,16 +217,15 @@ class GridVector:
         """
         noise = 0.0
         if update.noise_std > 0:
-            assert self.drawing is not None
-            drawn = self.drawing.take(update.number, chunk.start, chunk.stop)
+            assert self.noise is not None
+            drawn = self.noise.take(update.number, chunk.start, chunk.stop)
             noise = sum_squares(drawn)
             chunk.add(drawn)
         if not (
             isinstance(square, float) and math.sqrt(square) + math.sqrt(noise) < LARGEST_CELL / 2
         ):
             chunk.saturate(LARGEST_CELL)
-        if not self._deferred:
-            self._write(chunk)
+        self._write(chunk)
         return noise
 
     def _write(self, chunk: Chunk) -> None:
@@ -303,6 +275,9 @@ class FloatVector:
         norm = _norm(self._offsets())
         self._project(norm, update.radius)
         return Norms(min(norm, update.radius, _LARGEST), 0.0)
+
+    def write(self) -> None:
+        """The parameters are the vector."""
 
     def perturb(self, number: int, noise_std: float) -> Norms:
         """Without noise there is nothing to add."""
@@ -359,7 +334,7 @@ def sum_squares(v: Array) -> float:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """Coordinates [start, stop) of tensor ``index``, and their place in a work vector."""
 
     index: int
@@ -385,7 +360,7 @@ class Chunk:
     stop: int
     cells: Tensor
     work: Tensor
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     views: tuple[Array, Array] | None = field(init=False)
     places: list[Tensor] = field(init=False)
     whole: bool = field(init=False)
@@ -397,14 +372,8 @@ class Chunk:
         object.__setattr__(self, "whole", all(part.whole for part in self.parts))
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The chunk's coordinates of a list of tensors, in float64.
-
-        A single tensor in the shape of the work vector is that vector, not in parts.
-        """
-        if len(tensors) == 1 and tensors[0].shape == self.work.shape:
-            self.work.copy_(tensors[0])
-        else:
-            copy_all(self.places, self._select(tensors))
+        """The chunk's coordinates of a list of tensors, in float64."""
+        copy_all(self.places, self._select(tensors))
         return self.work
 
     def scatter(self, tensors: Sequence[Tensor]) -> None:
@@ -471,14 +440,14 @@ def cut(cells: Tensor, shapes: Sequence[torch.Size], longest: int) -> list[Chunk
     """
     work = torch.empty(min(len(cells), longest), dtype=cells.dtype, device=cells.device)
     chunks: list[Chunk] = []
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     start = position = 0
     for index, shape in enumerate(shapes):
         a, size = 0, shape.numel()
         while a < size:
             b = min(size, a + start + longest - position)
             place, whole = work[position - start : position - start + b - a], b - a == size
-            parts.append(Part(index, a, b, place.view(shape) if whole else place, whole))
+            parts.append(TensorPart(index, a, b, place.view(shape) if whole else place, whole))
             position, a = position + b - a, b
             if position == min(start + longest, len(cells)):
                 span = work[: position - start]

@@ -126,13 +126,17 @@ def _say(path: str) -> str:
     return f"module {path}" if path else "the model"
 
 
-def hash_weights(tensors: Mapping[str, Tensor]) -> str:
+def hash_weights(tensors: Mapping[str, Tensor], processes: Processes | None = None) -> str:
     """The hash of a state_dict: the same one that ``verify`` computes from the saved file.
+
+    Of sharded tensors every one of ``processes`` holds its rows, and all must call it.
 
     >>> a, b = torch.zeros(2), torch.ones(3)
     >>> hash_weights({"a": a, "b": b}) == hash_weights({"b": b, "a": a})
     True
     """
+    if processes is not None and any(isinstance(t, DTensor) for t in tensors.values()):
+        return hash_together(tensors, processes)
     return hash_tensors(
         (name, dtype, shape, data) for name, (dtype, shape, data) in _encode(tensors)
     )
@@ -248,3 +252,11 @@ def locate_rows(rows: int, rank: int, size: int) -> tuple[int, int]:
     """
     each = -(-rows // size)
     return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def cut_rows(tensor: Tensor, like: Tensor, processes: Processes) -> Tensor:
+    """This process's rows of a tensor that every process may hold whole, if ``like`` is sharded."""
+    if isinstance(tensor, DTensor) or not isinstance(like, DTensor):
+        return tensor
+    start, stop = locate_rows(tensor.shape[0], processes.rank, processes.size)
+    return tensor[start:stop].clone()
