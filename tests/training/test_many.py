@@ -22,7 +22,6 @@ from expunge.training import many as ensembles
 from expunge.training.train import TrainingLog
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-MAKE = compiling.make_compiled
 HAS_COMPILER = compiling.find_compiler() is not None
 N, BATCH, RUNS = 44, 8, 3
 
@@ -31,10 +30,12 @@ N, BATCH, RUNS = 44, 8, 3
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapped and captured whole, run operation by operation."""
     monkeypatch.setattr(compiling, "find_compiler", lambda: "c++")
+
+    def capture(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        return torch.compile(function, fullgraph=True, backend="aot_eager", dynamic=False)
+
     for module in (compiling, ensembles):
-        monkeypatch.setattr(
-            module, "make_compiled", lambda function, *_: MAKE(function, "aot_eager")
-        )
+        monkeypatch.setattr(module, "make_compiled", capture)
 
 
 def make_data(seed: int = 7, n: int = N) -> SimpleNamespace:
@@ -193,9 +194,8 @@ class Counting(nn.Module):
 @pytest.mark.filterwarnings("ignore:training is not compiled")
 @pytest.mark.usefixtures("captured")
 def test_what_cannot_be_mapped_runs_one_by_one_and_says_why(
-    make: Callable[[int], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[int], nn.Module], reason: str
 ) -> None:
-    monkeypatch.setattr(compiling, "UNROLLED", 1)
     logs = run_both(make_nets(make), make_data())
     for log in logs:
         assert log.note.startswith(f"not together: {reason}")
@@ -222,15 +222,15 @@ def test_other_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     assert note(make_nets(), several) == "the data sets are of different shapes"
     monkeypatch.setattr(compiling, "find_compiler", lambda: "c++")
     assert "do not pay for compiling" in note(make_nets(), data)
-    monkeypatch.setattr(ensembles, "SHORT_STEP", 1e-4)
-    assert note(make_nets(), data).endswith("ms are as fast one by one")
+    monkeypatch.setattr(ensembles, "SHORT_STEP", 1e-9)
+    assert note(make_nets(), data).endswith("parameters are as fast one by one")
 
 
 def test_a_wrong_mapped_step_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make_wrong(function: Callable[..., Any], *_: object) -> Callable[..., Any]:
+    def make_wrong(function: Callable[..., Any], **_: object) -> Callable[..., Any]:
         def step(*args: Any) -> Any:
             losses = function(*args)
-            if function.__name__ == "_take_joint_step":
+            if function.__name__ == "_take_step":
                 args[2][0][1] += 0.01
             return losses
 
@@ -275,6 +275,7 @@ def test_no_model_twice_and_none_at_all() -> None:
         train_many([], make_data(), seeds=[], epochs=1, learning_rate=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:training is not compiled")
 def test_runs_compiled_together_for_real() -> None:
     logs = run_both(make_nets(), make_data(), momentum=0.9, schedule="one-cycle")

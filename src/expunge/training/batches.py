@@ -132,7 +132,7 @@ class Cycle:
             return batch
         if self.taken == 0:
             raise UnlearningError("the loader yields no batches; it must yield at least one")
-        if isinstance(self.loader, Iterator):
+        if isinstance(getattr(self.loader, "loader", self.loader), Iterator):
             raise UnlearningError(
                 f"the loader ended after {self.taken} batches and cannot be read again; "
                 "give a loader or list that can, or one batch per step"

@@ -18,7 +18,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -40,17 +40,19 @@ class CompiledLoss:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, size: int) -> None:
         self.model, self.loss_fn, self.size = model, loss_fn, size
-        self.note, self._compared = "", False
+        self.note, self._called = "", False
         self._compiled = make_compiled(compute_loss)
 
     def __call__(self, batch: Any) -> Tensor:
         """The loss of one batch, to be differentiated."""
-        if not self._compared:
-            self._compared, self.note = True, self._compare(batch)
+        if not self._called and not self.note:
+            self.note = self._compare(batch)
         if self.note or len(batch[1]) < self.size:
             return compute_loss(self.model, batch, self.loss_fn)
+        first, self._called = not self._called, True
         try:
-            return self._compiled(self.model, batch, self.loss_fn)
+            with allow_compiling() if first else nullcontext():
+                return self._compiled(self.model, batch, self.loss_fn)
         except Exception as error:  # uncompiled, the batch that is at fault says what is wrong
             self.note = explain(error)
             return compute_loss(self.model, batch, self.loss_fn)
@@ -128,8 +130,9 @@ def find_compiler() -> str | None:
 
 
 def make_compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile`` with random numbers drawn by the operations that draw them uncompiled."""
-    return torch.compile(function, dynamic=False, options={"fallback_random": True} | options)
+    """The function captured whole, with random numbers drawn as they are uncompiled."""
+    options = {"fallback_random": True} | options
+    return torch.compile(function, fullgraph=True, dynamic=False, options=options)
 
 
 @contextmanager
