@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from expunge.jobs.directory import write_run
     from expunge.jobs.many import Outcome, run_many
+    from expunge.noisy.checkpoint import Checkpoint
     from expunge.noisy.noise import SeededNoise, SystemNoise
     from expunge.noisy.run import unlearn
     from expunge.recipes import (
@@ -67,6 +68,7 @@ __all__ = [
     "Candidate",
     "Certificate",
     "CertificateError",
+    "Checkpoint",
     "Evaluation",
     "Execution",
     "ExpungeError",
@@ -135,6 +137,7 @@ _HOMES = {
     ),
     "jobs.directory": ("write_run",),
     "jobs.many": ("Outcome", "run_many"),
+    "noisy.checkpoint": ("Checkpoint",),
     "noisy.noise": ("SeededNoise", "SystemNoise"),
     "noisy.run": ("unlearn",),
     "recipes": (

@@ -4,6 +4,7 @@ import importlib.machinery
 import json
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -100,14 +101,15 @@ def test_a_regression_is_measured_by_its_loss(tmp_path: Path) -> None:
     assert "test" not in rows[0]
 
 
-def test_a_model_that_diverged_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_that_diverged_is_refused(tmp_path: Path) -> None:
     (tmp_path / "forget.txt").write_text("3\n7\n")
     wild = {"learning_rate": 1e30, "epochs": 5}
     path = write_job(
         tmp_path, data={"load": "own.py:load_regression"}, model={"loss": "mse"}, finetune=wild
     )
-    run_job(path)
-    assert "the new model holds values that are not finite" in caplog.text
+    with pytest.raises(UnlearningError, match="weight is not finite after fine-tuning"):
+        run_job(path)
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_control_and_the_cost_of_training_again_are_told(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_buffers_that_remember_are_refused_or_reset(tmp_path: Path) -> None:
     nn = torch.nn
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     save_file(dict(model.state_dict()), tmp_path / "weights.safetensors")
-    with pytest.raises(UnlearningError, match="no noise covers buffers"):
+    with pytest.raises(UnlearningError, match=r"1\.running_mean"):
         run_job(write_job(tmp_path, model={"build": "own.py:build_norm"}))
     path = write_job(tmp_path, model={"build": "own.py:build_norm", "buffers": "reset"})
     assert run_job(path).certificate.buffers.policy == "reset"
@@ -173,7 +175,7 @@ def test_buffers_that_remember_are_refused_or_reset(tmp_path: Path) -> None:
 
 def test_a_public_centre_is_used_and_the_old_model_is_none(tmp_path: Path) -> None:
     path = write_job(tmp_path, centre={"weights": "weights.safetensors"})
-    with pytest.raises(InputError, match=r"centre\.weights holds the trained weights themselves"):
+    with pytest.raises(InputError, match="centre is the old model"):
         run_job(path)
     torch.manual_seed(1)
     torch.save({"state_dict": torch.nn.Linear(4, 3).state_dict()}, tmp_path / "public.pt")
@@ -249,12 +251,12 @@ def test_tensorboard_gets_scalars_if_it_is_there_and_asked_for(
 def test_doctor_and_version_tell_what_matters() -> None:
     shown = call("--version").stdout
     assert shown.startswith("expunge ")
-    assert f"torch {torch.__version__}" in shown
+    assert f"torch {version('torch')}" in shown
     found = json.loads(call("doctor", "--json").stdout)
     assert found["good"] is True
-    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["torch"] == version("torch")
     assert found["parameters_per_second"] > 0
-    assert {"mnist", "cifar10", "noise", "disk"} <= found["findings"].keys()
+    assert found["findings"].keys() >= {"system", "versions", "noise", "disk", "noisy step"}
 
 
 def test_the_shell_completes_commands() -> None:

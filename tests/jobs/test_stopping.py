@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from expunge.certificates.verification import verify
-from expunge.errors import UnlearningError
+from expunge.errors import RunError
 from expunge.jobs.run import run_job
 from job_folder import call, command, make_environment, write_job
 
@@ -98,10 +98,11 @@ def test_a_full_disk_leaves_no_certificate_and_can_be_resumed(tmp_path: Path) ->
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     try:
-        with pytest.raises(UnlearningError, match=os.strerror(errno.EFBIG)):
+        with pytest.raises(RunError, match=os.strerror(errno.EFBIG)) as caught:
             run_job(path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.exit_code == 3
     assert not list(tmp_path.rglob("certificate.json"))
     assert not (tmp_path / "run").exists()
     run_job(path, resume=True)

@@ -13,7 +13,7 @@ import typer
 
 from expunge.cli.text import AsJson, ComparedTo, print_guarantee
 from expunge.errors import InputError
-from expunge.recipes import METHODS, Recipe, describe_fields, from_dict
+from expunge.recipes import METHODS, Parameter, Recipe, describe_fields, from_dict
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -33,17 +33,18 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
 
     The command gets them as ``data``, the recipe as plain data.
     """
-    described = {p.name: p for kind in reversed(METHODS.values()) for p in describe_fields(kind)}
-    names = [p.name for kind in METHODS.values() for p in describe_fields(kind)]
+    described = dict[str, Parameter]()
+    for kind in METHODS.values():
+        described = {p.name: p for p in describe_fields(kind)} | described
     file = typer.Option(
         "--recipe", help="TOML file with method = … and its parameters; may hold lists."
     )
     said = f"one of {', '.join(METHODS)}; left out with --recipe."
     method = typer.Argument(metavar="METHOD", show_default=False, help=said)
     added: dict[str, Any] = {"method": Annotated[str | None, method]}
-    for name in dict.fromkeys(names):
-        kind = TYPES.get(described[name].kind, float) | None
-        added[name] = Annotated[kind, typer.Option(help=described[name].meaning)]
+    for name, parameter in described.items():
+        kind = TYPES.get(parameter.kind, float) | None
+        added[name] = Annotated[kind, typer.Option(help=parameter.meaning)]
     added["recipe"] = Annotated[Path | None, file]
     own = inspect.signature(command, eval_str=True).parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY

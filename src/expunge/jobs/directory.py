@@ -77,12 +77,12 @@ def write_run(
     must call this; rank 0 writes, and the others hand it their parts of a sharded model.
     """
     from expunge.processes.group import find_processes, is_sharded
-    from expunge.processes.weights import hash_together, list_tensors, save_together, save_weights
+    from expunge.processes.weights import hash_weights, list_tensors, save_together, save_weights
 
     group = find_processes(processes or False)
     target, tensors, sharded = Path(directory), list_tensors(model), is_sharded(model)
     facts = certificate.safetensors_metadata()
-    found = hash_together(tensors, group)
+    found = hash_weights(tensors, group)
     with group.together():
         if found != certificate.weights.after:
             raise UnlearningError(

@@ -339,8 +339,12 @@ def calibrate_recipe(
     name: str, own: Mapping[str, Any], target: TargetTable, parameters: int | None
 ) -> NoisyRecipe:
     """The recipe whose noise just meets the target; in exact arithmetic without ``parameters``."""
+
+    def make(noise_std: float) -> Any:
+        return make_recipe(name, {**own, "noise_std": noise_std})
+
     return calibrate(
-        lambda noise_std: make_recipe(name, {**own, "noise_std": noise_std}),
+        make,
         epsilon=target.epsilon,
         delta=target.delta,
         compared_to=target.compared_to,
@@ -453,7 +457,7 @@ def _check_parameters(name: str, own: Mapping[str, Any]) -> list[Mistake]:
 
 def _check_reach(name: str, own: Mapping[str, Any], target: TargetTable | None) -> list[Mistake]:
     """Whether the target can be met at all, in exact arithmetic."""
-    recipe = make_recipe(name, {"noise_std": 1.0} | own)
+    recipe = make_recipe(name, {"noise_std": 1.0, **own})
     if isinstance(recipe, ModelClipping) and recipe.steps > MAX_MIXING_STEPS:
         valid = f"at most {MAX_MIXING_STEPS:,} for model-clipping"
         return [Mistake(("method", "steps"), f"method.steps is {recipe.steps}; it must be {valid}")]

@@ -39,7 +39,7 @@ from expunge.jobs.loading import (
     read_weights,
 )
 from expunge.jobs.methods import Settled, settle
-from expunge.noisy.model import copy_model
+from expunge.noisy.model import Public, copy_model, list_uncertified
 from expunge.noisy.noise import SeededNoise
 from expunge.noisy.run import unlearn
 from expunge.processes.weights import hash_weights, list_tensors
@@ -49,7 +49,6 @@ from expunge.training.losses import LossFunction, compute_loss, find_loss
 from expunge.training.randomness import untouched_random
 
 LOG = logging.getLogger("expunge")
-Public = dict[str, Tensor] | list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,27 +293,17 @@ def _find_public(made: JobFile, model: nn.Module) -> Public | None:
     """
     given = made.job.model.public
     if given == "build":
-        held = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-        return {name: t.detach().clone() for name, t in held if not t.requires_grad}
-    if isinstance(given, str):
-        return match_names(model, read_weights(made.locate(given), "model.public"))
-    return given
+        return {name: t.detach().clone() for name, t in list_uncertified(model).items()}
+    if isinstance(given, str) and given.endswith(".safetensors"):
+        return made.locate(given)
+    return read_weights(made.locate(given), "model.public") if isinstance(given, str) else given
 
 
 def _read_centre(made: JobFile, model: nn.Module) -> dict[str, Tensor] | None:
     centre = made.job.centre
     if centre is None:
         return None
-    given = read_weights(made.locate(centre.weights), "centre.weights")
-    found = match_names(model, given)
-    old = dict(model.named_parameters())
-    same = [name for name, p in old.items() if p.requires_grad and name in found]
-    if same and all(torch.equal(found[name].to(old[name]), old[name]) for name in same):
-        raise InputError(
-            "centre.weights holds the trained weights themselves; the centre must be public and "
-            "must never have seen the data to forget"
-        )
-    return found
+    return match_names(model, read_weights(made.locate(centre.weights), "centre.weights"))
 
 
 def _find_loss(made: JobFile, retain: Split) -> LossFunction:

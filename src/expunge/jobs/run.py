@@ -43,7 +43,6 @@ from expunge.noisy.run import Start, unlearn
 from expunge.processes.agreement import check_start
 from expunge.processes.group import Processes, is_restarted
 from expunge.processes.stopping import Stopper, catch_signals
-from expunge.processes.weights import to_local
 from expunge.recipes import method_name, to_dict
 from expunge.reports.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE, RETRAINING
 from expunge.training.evaluation import Measurement, measure
@@ -135,7 +134,6 @@ class _Running:
         with self.tracker:
             with explaining("the run failed in the model or its data", FULL):
                 run = self._run_all()
-            self._check_finite(run)
             certificate = self._certify(run, accept_unchecked)
             facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
             self.tracker.tell("end", **facts, releasable=certificate.releasable)
@@ -279,13 +277,6 @@ class _Running:
         LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
-
-    def _check_finite(self, run: Run) -> None:
-        """A model that fine-tuning drove to infinity is certified, and of no use."""
-        if not all(
-            bool(torch.isfinite(to_local(p.detach())).all()) for p in run.model.parameters()
-        ):
-            LOG.warning("the new model holds values that are not finite; lower the learning rates")
 
     def _certify(self, run: Run, accept_unchecked: bool) -> Certificate:
         """The certificate; of several processes, rank 0 makes it and all are told."""
