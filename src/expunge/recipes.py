@@ -25,6 +25,8 @@ from expunge.errors import InputError
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
 Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "flag", "schedule"]
 MAX_STEPS = 2**53
+# Nearer to 1, floats no longer say how much 1 - γλ leaves of the old model.
+LEAST_CONTRACTION = 1e-6
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Parameter:
 def describe_fields(method: type[Recipe] | str) -> tuple[Parameter, ...]:
     """The parameters of a method, in order, given its class or its name.
 
-    >>> describe_fields("output-perturbation")[1]
-    Parameter(name='noise_std', kind='nonnegative', meaning='Noise added to each coordinate, σ.', ...)
+    >>> describe_fields("output-perturbation")[1].meaning
+    'Noise added to each coordinate, σ.'
     >>> [p.name for p in describe_fields(GradientClipping) if not p.required]
     ['start_noise_std', 'model_clip']
     """
@@ -219,6 +221,32 @@ class RewindToDelete(_FullBatch):
     """
 
 
+@dataclass(frozen=True)
+class ExactStatistics(_Validated):
+    """Ridge regression from exact integer sums of public features (THEORY, section 10): (0, 0)."""
+
+
+@dataclass(frozen=True)
+class ConvexHeadRecipe(_Validated):
+    """Strongly convex regression on public features (THEORY, section 11).
+
+    ``F(w) = (1/n) Σ ℓ + (m/2)‖w‖²`` on retained rows. With ``noise_std = 0`` it was solved from
+    zero, which is (0, 0). Otherwise from the old weights until ‖∇F(w)‖ ≤ τ, and ``w + ξ`` was
+    released: ``‖w - w*‖ ≤ τ/m``, so μ = τ/(m σ).
+
+    >>> ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=3.73e-4).tolerance
+    1e-09
+    """
+
+    weight_decay: float = field(
+        metadata=_say("positive", "Strength of the ridge on all weights, m.")
+    )
+    tolerance: float = field(
+        metadata=_say("positive", "Largest gradient norm at the solution, τ.")
+    )
+    noise_std: float = field(default=0.0, metadata=_ONE_NOISE)
+
+
 Recipe = (
     OutputPerturbation
     | GradientClipping
@@ -227,6 +255,8 @@ Recipe = (
     | GroupDPSGD
     | NoisyDescent
     | RewindToDelete
+    | ExactStatistics
+    | ConvexHeadRecipe
 )
 
 Method = Literal[
@@ -237,6 +267,8 @@ Method = Literal[
     "group-dp-sgd",
     "noisy-descent",
     "rewind-to-delete",
+    "exact-statistics",
+    "convex-head",
 ]
 
 METHODS: Mapping[str, type[Recipe]] = {
@@ -247,6 +279,8 @@ METHODS: Mapping[str, type[Recipe]] = {
     "group-dp-sgd": GroupDPSGD,
     "noisy-descent": NoisyDescent,
     "rewind-to-delete": RewindToDelete,
+    "exact-statistics": ExactStatistics,
+    "convex-head": ConvexHeadRecipe,
 }
 
 
@@ -402,9 +436,10 @@ def _check_together(recipe: Recipe) -> None:
     match recipe:
         case GradientClipping(learning_rate=rates, weight_decay=decay):
             largest = float(np.max(rates)) * decay
-            if not largest < 1:
+            if not largest <= 1 - LEAST_CONTRACTION:
                 raise InputError(
-                    f"learning_rate * weight_decay is {largest:g}; it must be below 1 at every step"
+                    f"learning_rate * weight_decay is {largest:.12g}; it must be below 1 at every "
+                    f"step, by at least {LEAST_CONTRACTION:g}"
                 )
         case ModelClipping(start_clip=None, start_noise_std=noise) if noise > 0:
             raise InputError(

@@ -8,13 +8,19 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee, log_delta
-from expunge.accounting.precision import choose_descent_precision, choose_precision
+from expunge.accounting.precision import (
+    choose_descent_precision,
+    choose_precision,
+    choose_solution_precision,
+)
 from expunge.accounting.solving import bracket, tighten
 from expunge.errors import CalibrationError, InputError
 from expunge.recipes import (
     IDEAL,
     STATED,
     ComparedTo,
+    ConvexHeadRecipe,
+    ExactStatistics,
     Execution,
     GradientClipping,
     GroupDPSGD,
@@ -36,6 +42,7 @@ AnyRecipe = TypeVar(
     NoisyDescent,
     RewindToDelete,
     Retraining,
+    ConvexHeadRecipe,
 )
 SMALLEST, LARGEST, MOST_STEPS = 1e-150, 1e150, 2**40
 
@@ -95,7 +102,9 @@ def _rounding(recipe: Recipe, parameters: int, problem: Problem) -> float:
             return choose_precision(recipe, parameters).rounding
         case NoisyDescent() | RewindToDelete():
             return choose_descent_precision(recipe, problem, parameters).rounding
-        case GroupDPSGD() | Retraining():
+        case ConvexHeadRecipe():
+            return choose_solution_precision(recipe, parameters).rounding
+        case GroupDPSGD() | Retraining() | ExactStatistics():
             return 0.0
 
 
@@ -226,5 +235,7 @@ def _limit(recipe: Recipe, execution: Execution) -> str:
             return "a group of group_size examples multiplies epsilon and inflates delta"
         case NoisyDescent() | RewindToDelete():
             return "the expansion of the steps outruns their noise"
-        case Retraining():
-            return "retraining has no free parameter"
+        case ConvexHeadRecipe():
+            return "tolerance / weight_decay is too far against noise_std"
+        case Retraining() | ExactStatistics():
+            return "this method has no free parameter"

@@ -17,6 +17,7 @@ from expunge.accounting.theorems import (
     clip_gradients,
     clip_models,
     descend_with_noise,
+    perturb_solution,
     ratio,
     rewind_and_perturb,
     round_group,
@@ -27,6 +28,8 @@ from expunge.recipes import (
     IDEAL,
     Bound,
     ComparedTo,
+    ConvexHeadRecipe,
+    ExactStatistics,
     Execution,
     GradientClipping,
     GroupDPSGD,
@@ -77,7 +80,7 @@ def guarantee(
     if has_centre(recipe):
         centre = _bound(recipe, epsilon, delta, "centre", execution)
         survival = _survival(recipe, centre.mu, execution)
-    elif isinstance(recipe, Retraining):
+    elif is_exact(recipe):
         centre, survival = retrained, 0.0
     chosen = retrained if compared_to == "retrained" else centre
     if chosen is None:
@@ -113,6 +116,16 @@ def has_centre(recipe: Recipe) -> bool:
     return isinstance(recipe, OutputPerturbation | GradientClipping | ModelClipping)
 
 
+def is_exact(recipe: Recipe) -> bool:
+    """Whether the release is a function of retained data alone: (0, 0).
+
+    >>> is_exact(ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9))
+    True
+    """
+    solved_from_zero = isinstance(recipe, ConvexHeadRecipe) and recipe.noise_std == 0
+    return solved_from_zero or isinstance(recipe, Retraining | ExactStatistics)
+
+
 def theorem(recipe: Recipe) -> str:
     """The theorem a recipe's guarantee rests on."""
     match recipe:
@@ -130,6 +143,12 @@ def theorem(recipe: Recipe) -> str:
             return "shifted interpolation under smoothness (THEORY section 5)"
         case RewindToDelete():
             return "exact Gaussian mechanism under smoothness (THEORY section 5)"
+        case ExactStatistics():
+            return "sums of integers are subtracted exactly (THEORY section 10)"
+        case ConvexHeadRecipe(noise_std=0.0):
+            return "solved from zero on retained data (THEORY section 11)"
+        case ConvexHeadRecipe():
+            return "exact Gaussian mechanism, the residual measured (THEORY section 11)"
 
 
 def mu(
@@ -146,8 +165,10 @@ def mu(
             value = ratio(starts * C0, sigma)
         case GradientClipping():
             value = clip_gradients(recipe, starts * recipe.start_clip, execution.rounding)
-        case Retraining():
+        case Retraining() | ExactStatistics() | ConvexHeadRecipe(noise_std=0.0):
             value = 0.0
+        case ConvexHeadRecipe():
+            value = perturb_solution(recipe, execution.rounding)
         case NoisyDescent():
             value = descend_with_noise(recipe, execution.rounding)
         case RewindToDelete():
@@ -204,7 +225,7 @@ def survival_bound(recipe: Recipe, *, execution: Execution = IDEAL) -> float | N
     >>> round(survival_bound(OutputPerturbation(start_clip=0.01, noise_std=0.0746127)), 4)
     0.0534
     """
-    if isinstance(recipe, Retraining):
+    if is_exact(recipe):
         return 0.0
     if not has_centre(recipe):
         return None

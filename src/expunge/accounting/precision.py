@@ -39,6 +39,7 @@ from expunge.errors import InputError
 from expunge.recipes import (
     IDEAL,
     ComparedTo,
+    ConvexHeadRecipe,
     DescentRecipe,
     Execution,
     GradientClipping,
@@ -115,6 +116,30 @@ def bound_rounding(recipe: NoisyRecipe, grid: float, size: int) -> float:
     if recipe.model_clip is not None and math.isfinite(recipe.model_clip):
         cost += 2 * norm_margin(size) * recipe.model_clip
     return cost * (1 + 2.0**-40)
+
+
+def choose_solution_precision(recipe: ConvexHeadRecipe, size: int) -> Precision:
+    """A grid of σ 2⁻²⁴, coarser where weights as long as the bound √(2 log 2^10/m) need the room.
+
+    The solution is rounded to the grid once, before the noise, which moves it by at most
+    ``g √d / 2``; rounding after the noise is done to both sides alike.
+
+    >>> recipe = ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=3.73e-4)
+    >>> choose_solution_precision(recipe, 12810).grid == 2.0**-33
+    True
+    """
+    if recipe.noise_std == 0:
+        return Precision(0.0, 0.0)
+    reach = math.sqrt(2 * math.log(1024.0) / recipe.weight_decay)
+    room = math.frexp(reach / LARGEST_CELL)[1]
+    exponent = max(_exponent(recipe.noise_std) + COARSEST, room, _SMALLEST_EXPONENT)
+    grid = math.ldexp(1.0, exponent)
+    return Precision(grid, bound_solution_rounding(grid, size))
+
+
+def bound_solution_rounding(grid: float, size: int) -> float:
+    """g √d / 2, and what dividing by the grid may add to the last digit of a coordinate."""
+    return grid * math.sqrt(size) * (0.5 + 2.0**-8) * (1 + 2.0**-40)
 
 
 def norm_margin(size: int) -> float:

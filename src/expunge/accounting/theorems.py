@@ -23,6 +23,7 @@ import numpy.typing as npt
 from expunge.accounting import gaussian
 from expunge.errors import InputError
 from expunge.recipes import (
+    ConvexHeadRecipe,
     GradientClipping,
     GroupDPSGD,
     ModelClipping,
@@ -326,6 +327,17 @@ def rewind_and_perturb(recipe: RewindToDelete, rounding: float) -> float:
         z = again * _geometric(c, before) * (shift + rounding)
         z += rounding * _geometric(c, K) if rounding > 0 else 0.0
     return ratio(max(z, SMALLEST), recipe.noise_std) * (1 + 1e-12)
+
+
+def perturb_solution(recipe: ConvexHeadRecipe, rounding: float) -> float:
+    """‖w - w*‖ ≤ τ/m by strong convexity,  μ = (τ/m + rounding)/σ.
+
+    >>> recipe = ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=1e-3)
+    >>> round(perturb_solution(recipe, 0.0), 12)
+    0.1
+    """
+    apart = max(recipe.tolerance / recipe.weight_decay, SMALLEST) + rounding
+    return ratio(apart, recipe.noise_std) * (1 + 1e-15)
 
 
 def _geometric(c: float, count: int) -> float:

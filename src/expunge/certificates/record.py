@@ -124,6 +124,25 @@ class PublicTensors:
 
 
 @dataclass(frozen=True)
+class Statistics:
+    """Where the weights of a head built to forget come from.
+
+    ``features`` describes the public map to integers (network's hash, bits, lift, seed, how rows
+    were evaluated), ``head`` what was solved; ``samples`` is how many rows remain and ``digest`` the
+    SHA-256 of their exact sums, which anyone with the stored integers can compute again.
+    """
+
+    features: Mapping[str, Any]
+    head: Mapping[str, Any]
+    samples: int
+    digest: str
+
+    def __post_init__(self) -> None:
+        check_count("statistics.samples", self.samples)
+        check_digest("statistics.digest", self.digest)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Everything needed to recompute the guarantee, and what the run worked on.
 
@@ -179,6 +198,7 @@ class RunRecord:
     processes: Mapping[str, Any] | None = None
     public: PublicTensors | None = None
     checked: bool = False
+    statistics: Statistics | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     nonce: str = field(default_factory=lambda: secrets.token_hex(32))
 
@@ -248,7 +268,7 @@ class RunRecord:
 
 
 # Fields that records of before version 0.2 do not have are left out where they say nothing.
-_LATER = ("processes", "public", "checked", "samples")
+_LATER = ("processes", "public", "checked", "samples", "statistics")
 
 
 def encode(value: object) -> object:
@@ -273,7 +293,8 @@ def encode(value: object) -> object:
             return encode(recipes.to_dict(cast(Recipe, value)))
         case _ if is_dataclass(value):
             given = {f.name: getattr(value, f.name) for f in fields(value)}
-            return {k: encode(v) for k, v in given.items() if v or k not in _LATER}
+            told = [k for k, v in given.items() if k not in _LATER or v not in (None, False)]
+            return {name: encode(given[name]) for name in told}
         case _:
             raise InputError.of("value", value, "plain data: numbers, strings, lists, mappings")
 

@@ -51,6 +51,8 @@ from mpmath import MPContext
 from expunge.errors import InputError
 from expunge.recipes import (
     ComparedTo,
+    ConvexHeadRecipe,
+    ExactStatistics,
     Execution,
     GradientClipping,
     GroupDPSGD,
@@ -92,8 +94,11 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
     mp = make_context()
     starts = 2 if compared_to == "retrained" else 1
     match recipe:
-        case Retraining():
+        case Retraining() | ExactStatistics() | ConvexHeadRecipe(noise_std=0.0):
             return mp.mpf(0)
+        case ConvexHeadRecipe(weight_decay=m, tolerance=tau, noise_std=sigma):
+            apart = mp.mpf(tau) / mp.mpf(m) + mp.mpf(execution.rounding)
+            square = (apart / mp.mpf(sigma)) ** 2
         case ModelClipping() | GroupDPSGD():
             return None
         case OutputPerturbation(start_clip=C0, noise_std=sigma):

@@ -1,0 +1,162 @@
+"""A public frozen network as a map from an example to whole numbers.
+
+What an example becomes must not depend on its batch-mates, not even through the shape of a batch,
+which tells how many there were. Either one real row is evaluated at a time (**by construction**),
+or batches have one fixed shape, padded with zeros, and a self-test on public noise found that
+moving a row and replacing the others changes no bit (**tested**). Some machines pass it for some
+networks and some do not (matrix products on AMD processors depend on the place in a batch), so it
+runs wherever features are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from expunge.errors import InputError, UnlearningError
+from expunge.forgettable.integers import Integers, Reals, Whole
+from expunge.processes.weights import hash_weights, list_tensors
+from expunge.progress import show_progress
+
+Evaluation = Literal["by construction", "tested"]
+FORMAT = "expunge-features-1"
+_TRIALS = 8
+
+
+class Features:
+    """Public features: ``network`` in eval mode, or None where the inputs are vectors already.
+
+    >>> features = Features(nn.Flatten().eval(), bits=6, lift=3, seed="a public string")
+    >>> features.compute(torch.eye(4).reshape(4, 2, 2)).shape
+    (4, 4)
+    >>> features.describe()["lift"], features.describe()["bits"]
+    (3, 6)
+    """
+
+    def __init__(
+        self,
+        network: nn.Module | None = None,
+        *,
+        bits: int = 8,
+        lift: int = 0,
+        seed: str = "",
+        batch_size: int = 32,
+        progress: bool = False,
+    ) -> None:
+        self.integers = Integers(bits, lift, seed)
+        if type(batch_size) is not int or batch_size < 1:
+            raise InputError.of("batch_size", batch_size, "a whole number >= 1")
+        self.network, self.batch_size, self.progress = network, batch_size, progress
+        self._hash = None if network is None else hash_network(network)
+        self._passed: dict[tuple[object, ...], bool] = {}
+
+    def describe(self) -> dict[str, Any]:
+        """The map as data: one description is one function, up to a machine's rounding."""
+        return {
+            "format": FORMAT,
+            "network": self._hash,
+            "bits": self.integers.bits,
+            "lift": self.integers.lift,
+            "seed": self.integers.seed,
+        }
+
+    def compute(self, inputs: Any, only_single: bool = False) -> Whole:
+        """The stored integers of every row; ``only_single`` never relies on the self-test."""
+        x = torch.as_tensor(inputs).detach()
+        if x.ndim < 2:
+            raise InputError.of("inputs", tuple(x.shape), "rows of numbers, one row per example")
+        return self.integers.quantise(self._evaluate(x, only_single))
+
+    def choose_evaluation(self, inputs: Any) -> Evaluation:
+        """How rows like these are evaluated on this machine; nothing but their shape is read."""
+        x = torch.as_tensor(inputs)
+        return "tested" if self.network is not None and self._passes(x) else "by construction"
+
+    def _evaluate(self, x: Tensor, only_single: bool) -> Reals:
+        if self.network is None:
+            return x.reshape(len(x), -1).cpu().to(torch.float64).numpy()
+        self._check_network()
+        size = self.batch_size if not only_single and self._passes(x) else 1
+        starts = range(0, len(x), size)
+        shown = show_progress(starts, len(x), "features", self.progress)
+        parts = [run_padded(self.network, x[at : at + size], size) for at in shown]
+        if hash_network(self.network) != self._hash:
+            raise UnlearningError(
+                "the network's tensors changed while features were computed; a row would depend on "
+                "the rows before it"
+            )
+        return np.concatenate(parts) if parts else np.empty((0, self._find_inputs(x)))
+
+    def _check_network(self) -> None:
+        assert self.network is not None
+        training = [name or "the network" for name, m in self.network.named_modules() if m.training]
+        if training:
+            raise InputError(f"network is in train mode ({training[0]}); call network.eval() first")
+        if hash_network(self.network) != self._hash:
+            raise InputError("network has other weights than when these features were made")
+
+    def _find_inputs(self, x: Tensor) -> int:
+        assert self.network is not None
+        return run_padded(self.network, make_probe(x, 1), 1).shape[1]
+
+    def _passes(self, x: Tensor) -> bool:
+        key = (tuple(x.shape[1:]), x.dtype, torch.get_num_threads())
+        if key not in self._passed:
+            assert self.network is not None
+            self._check_network()
+            self._passed[key] = self.batch_size > 1 and is_invariant(
+                self.network, x, self.batch_size
+            )
+        return self._passed[key]
+
+
+def hash_network(network: nn.Module) -> str:
+    """The hash of every tensor of a network, buffers that are not saved included."""
+    return hash_weights(list_tensors(network) | dict(network.named_buffers()))
+
+
+def run_padded(network: nn.Module, rows: Tensor, size: int) -> Reals:
+    """The network on a batch of ``size`` rows, the missing ones zeros; one float64 row each."""
+    device = next((t.device for t in network.parameters()), torch.device("cpu"))
+    batch = torch.zeros((size, *rows.shape[1:]), dtype=rows.dtype, device=device)
+    batch[: len(rows)] = rows.to(device)
+    with torch.no_grad():
+        out = cast(Callable[[Tensor], Any], network)(batch)
+    if not isinstance(out, Tensor) or len(out) != size or not out.dtype.is_floating_point:
+        raise InputError("network must return one floating-point tensor with one row per example")
+    return out.reshape(size, -1)[: len(rows)].to("cpu", torch.float64).numpy()
+
+
+def make_probe(x: Tensor, rows: int, seed: int = 0) -> Tensor:
+    """Public noise of the shape and dtype of ``x``'s rows."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, *x.shape[1:])
+    if x.dtype.is_floating_point:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(x.dtype)
+    most = 256 if x.dtype == torch.uint8 else 2
+    return torch.randint(0, most, shape, generator=generator).to(x.dtype)
+
+
+def is_invariant(network: nn.Module, x: Tensor, size: int) -> bool:
+    """Whether rows keep their bits when they move and the others are replaced, on public noise."""
+    rows = make_probe(x, size)
+    before = run_padded(network, rows, size)
+    if not np.array_equal(before, run_padded(network, rows, size), equal_nan=True):
+        raise InputError("network gives other features when it is run again; it must be a function")
+    for trial in range(_TRIALS):
+        generator = torch.Generator().manual_seed(trial)
+        order = torch.randperm(size, generator=generator)
+        kept = torch.arange(size) % (trial + 1) == 0
+        moved = torch.where(
+            kept.reshape(-1, *[1] * (rows.ndim - 1)), rows[order], make_probe(x, size, trial + 1)
+        )
+        if trial % 2:
+            moved[~kept] = 0
+        after = run_padded(network, moved, size)
+        if not np.array_equal(after[kept.numpy()], before[order[kept].numpy()], equal_nan=True):
+            return False
+    return True

@@ -1,0 +1,338 @@
+"""What a head remembers: its rows, their sums, and the files both lie in.
+
+``meta.json`` says what the rows are and is written once; ``sums`` holds the statistics; ``rows/``
+and ``key`` are the store's; ``forgotten`` lies apart. A head may add files of its own to a change.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from expunge.errors import CertificateError, InputError
+from expunge.forgettable.integers import Integers
+from expunge.forgettable.store import (
+    NAME_BYTES,
+    Layout,
+    Rows,
+    Store,
+    create_folder,
+    hold,
+    read_identifiers,
+    write_together,
+)
+from expunge.forgettable.sums import Sums, add_rows, check_room
+
+FORMAT = "expunge-state-1"
+BLOCK = 8192
+Whole = npt.NDArray[np.int64]
+Block = tuple[npt.NDArray[np.float32], Whole]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """One of ``classes``, or ``outputs`` numbers y kept as round(scale · y), at most ``limit``.
+
+    >>> Targets(classes=3).encode([2, 0]).tolist(), Targets(classes=3).expand(np.array([[2]]))
+    ([[2], [0]], array([[0, 0, 1]]))
+    >>> Targets(outputs=1, scale=100.0).encode([0.256]).tolist()
+    [[26]]
+    """
+
+    classes: int | None = None
+    outputs: int = 0
+    scale: float = 1.0
+    limit: int = 2**20
+
+    def __post_init__(self) -> None:
+        given, least = ("outputs", 1) if self.classes is None else ("classes", 2)
+        value = getattr(self, given)
+        if type(value) is not int or value < least:
+            raise InputError.of(given, value, f"a whole number >= {least}")
+        if not 0 < self.scale < float("inf"):
+            raise InputError.of("target_scale", self.scale, "a finite number > 0")
+
+    @property
+    def width(self) -> int:
+        return self.outputs if self.classes is None else self.classes
+
+    @property
+    def columns(self) -> int:
+        """How many whole numbers a row keeps of its target."""
+        return self.outputs if self.classes is None else 1
+
+    @property
+    def reach(self) -> int:
+        """N: no component of t is beyond it."""
+        return self.limit if self.classes is None else 1
+
+    def encode(self, targets: Any) -> Whole:
+        """The whole numbers to store; labels outside the classes are refused."""
+        y = np.asarray(targets.tolist() if hasattr(targets, "tolist") else targets)
+        y = y.reshape(len(y), -1)
+        if y.size == 0:
+            return np.empty((len(y), self.columns), np.int64)
+        if y.shape[1] != self.columns or y.dtype.kind not in "iuf":
+            raise InputError.of("targets", (y.dtype.name, *y.shape), f"{self.columns} per example")
+        if self.classes is None:
+            whole = np.rint(y.astype(np.float64) * self.scale)
+            bad = ~(np.abs(whole) <= self.limit)
+            valid = f"finite, and at most {self.limit} after scaling by {self.scale}"
+        else:
+            whole = y.astype(np.float64)
+            bad = ~((whole >= 0) & (whole < self.classes) & (whole == np.floor(whole)))
+            valid = f"one of the classes 0 … {self.classes - 1}"
+        if bad.any():
+            raise InputError.of("targets", y[bad][0].item(), valid)
+        return whole.astype(np.int64)
+
+    def expand(self, stored: Whole) -> Whole:
+        """t of every row."""
+        if self.classes is None:
+            return np.asarray(stored)
+        return (stored == np.arange(self.classes)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Request:
+    """Identifiers to forget: those that have rows, and those that were forgotten before."""
+
+    held: tuple[str, ...]
+    already: tuple[str, ...]
+
+
+class Memory:
+    """Rows and sums of one head, in memory or, from the first row on, in ``folder``."""
+
+    def __init__(
+        self,
+        describe: Callable[[], Mapping[str, Any]],
+        integers: Integers,
+        targets: Targets,
+        settings: Mapping[str, Any],
+        folder: Path | None,
+        key: bytes | None = None,
+    ) -> None:
+        self.describe, self.integers, self.targets = describe, integers, targets
+        self.settings, self.folder = dict(settings), folder
+        self.key = secrets.token_bytes(32) if key is None else key
+        self.store: Store | None = None
+        self.sums = Sums.empty(0, targets.width)
+        self.evaluation = "by construction"
+        self._forgotten: set[bytes] = set()
+        self._seen: object = None
+        if folder is not None and folder.is_dir():
+            with hold(folder, writing=False):
+                self.refresh()
+
+    @property
+    def unit(self) -> float:
+        """U: features are φ/U where they meet real numbers."""
+        return 1.0 if self.store is None else self.integers.unit(self.store.layout.inputs)
+
+    def learn(self, features: npt.NDArray[Any], targets: Whole, ids: Sequence[str]) -> int:
+        """Add rows, all or nothing; returns how many were new: a row that is held is not added."""
+        with self.writing():
+            if self.store is None:
+                self._create(features.shape[1])
+            store = self._get_store()
+            if features.shape[1] != store.layout.inputs:
+                raise InputError.of("features", features.shape[1], f"{store.layout.inputs} wide")
+            changes, fresh = store.plan_addition(store.make_rows(ids, features, targets))
+            largest, reach = self.integers.largest, self.targets.reach
+            check_room(self.sums.rows + len(fresh), largest, reach)
+            self._commit(changes, self.sums + self.add(fresh), {})
+            return len(fresh)
+
+    def check(self, ids: Iterable[object]) -> Request:
+        """The request as text; an identifier that was never learned is refused by name."""
+        names = list(dict.fromkeys(read_identifiers(ids)))
+        if not names:
+            raise InputError("ids is empty; name at least one identifier to forget")
+        missing = set(names if self.store is None else self.store.find_unknown(names))
+        unknown = [n for n in names if n in missing and self._mark(n) not in self._forgotten]
+        if unknown:
+            more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
+        already = tuple(n for n in names if n in missing)
+        if already:
+            warnings.warn(f"already forgotten: {len(already)} of {len(names)}", stacklevel=3)
+        return Request(tuple(n for n in names if n not in missing), already)
+
+    def without(self, request: Request) -> tuple[dict[int, Rows], Sums]:
+        """The buckets and sums as they will be."""
+        if self.store is None or not request.held:
+            return {}, self.sums
+        removed = self.store.find(request.held)
+        return self.store.plan_removal(request.held), self.sums - self.add(removed)
+
+    def forget(
+        self, request: Request, changes: Mapping[int, Rows], sums: Sums, files: Mapping[str, bytes]
+    ) -> None:
+        """Commit what ``without`` planned, together with files of the head."""
+        forgotten = self._forgotten | {self._mark(name) for name in request.held}
+        marks = b"".join(sorted(forgotten))
+        self._commit(changes, sums, dict(files) | ({"forgotten": marks} if marks else {}))
+        self._forgotten = forgotten
+
+    def add(self, rows: Rows, block: int = 0) -> Sums:
+        """S of stored rows."""
+        found = Sums.empty(self.sums.gram.shape[0], self.targets.width)
+        for start in range(0, len(rows), BLOCK):
+            phi, t = self._expand(rows[start : start + BLOCK])
+            found = found + add_rows(phi, t, self.integers.largest, block)
+        return found
+
+    def add_all(self, block: int = 0) -> Sums:
+        """S of everything that is held, from the rows: what ``sums`` must be."""
+        found = Sums.empty(self.sums.gram.shape[0], self.targets.width)
+        for phi, t in self.read_blocks():
+            found = found + add_rows(phi, t, self.integers.largest, block)
+        return found
+
+    def read_blocks(
+        self, replaced: Mapping[int, Rows] | None = None, length: int = BLOCK
+    ) -> Iterator[Block]:
+        """(φ, t) of all rows in the store's order, in blocks; with buckets ``replaced``."""
+        if self.store is None:
+            return
+        waiting: list[Rows] = []
+        for rows in self.store.read_all(replaced or {}):
+            waiting.append(rows)
+            while (count := sum(map(len, waiting))) >= length:
+                joined = np.concatenate(waiting)
+                yield self._expand(joined[:length])
+                waiting = [joined[length:]] if count > length else []
+        if waiting:
+            yield self._expand(np.concatenate(waiting))
+
+    def save(self, folder: Path, files: Mapping[str, bytes]) -> None:
+        """Write everything to a new folder."""
+        if self.store is None:
+            raise InputError("nothing was learned yet; there is nothing to save")
+        with hold(self.folder, writing=False):
+            buckets = {b: self.store.read(b) for b in self.store.list_buckets()}
+        folder.mkdir(parents=True, exist_ok=True)
+        with hold(folder, writing=True):
+            self._prepare(folder, self.store.layout.inputs)
+            marks = b"".join(sorted(self._forgotten))
+            extra = dict(files) | ({"forgotten": marks} if marks else {})
+            copy = Store(self.store.layout, self.key, folder)
+            copy.apply(buckets, extra | {"sums": self.sums.to_bytes()})
+
+    @contextmanager
+    def writing(self) -> Generator[None]:
+        """The writer's lock, with what is on disk read again if another process changed it."""
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        with hold(self.folder, writing=True):
+            self.refresh()
+            yield
+
+    def refresh(self) -> None:
+        """Read sums and forgotten names again if the files are not the ones that were read."""
+        if self.folder is None or not (self.folder / "meta.json").exists():
+            return
+        seen = _stamp(self.folder / "sums")
+        if self.store is None or seen != self._seen:
+            self._open(self.folder)
+
+    def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Replace files of the head alone."""
+        if self.folder is not None and self.store is not None:
+            write_together(self.folder, files)
+
+    def read_file(self, name: str) -> bytes | None:
+        """A file that the head wrote, if it did."""
+        if self.folder is None or not (self.folder / name).exists():
+            return None
+        return (self.folder / name).read_bytes()
+
+    def _get_store(self) -> Store:
+        assert self.store is not None
+        return self.store
+
+    def _expand(self, rows: Rows) -> Block:
+        return self.integers.expand(rows["features"]), self.targets.expand(rows["target"])
+
+    def _mark(self, name: str) -> bytes:
+        store = self.store
+        return bytes(NAME_BYTES) if store is None else store.name(name, b"forgotten")
+
+    def _commit(self, changes: Mapping[int, Rows], sums: Sums, files: Mapping[str, bytes]) -> None:
+        store = self._get_store()
+        if store.folder is None:
+            store.apply(changes)
+        else:
+            store.apply(changes, dict(files) | {"sums": sums.to_bytes()})
+            self._seen = _stamp(store.folder / "sums")
+        self.sums = sums
+
+    def _create(self, inputs: int) -> None:
+        layout = Layout(inputs, self.integers.dtype.str, self.targets.columns)
+        if self.folder is not None:
+            self._prepare(self.folder, inputs)
+        self.store = Store(layout, self.key, self.folder)
+        self.sums = Sums.empty(self.integers.width(inputs), self.targets.width)
+
+    def _prepare(self, folder: Path, inputs: int) -> None:
+        create_folder(folder)
+        meta = {
+            "format": FORMAT,
+            "settings": self.settings,
+            "features": dict(self.describe()),
+            "evaluation": self.evaluation,
+            "targets": asdict(self.targets),
+            "inputs": inputs,
+        }
+        empty = Sums.empty(self.integers.width(inputs), self.targets.width)
+        files = {
+            "key": self.key,
+            "sums": empty.to_bytes(),
+            "meta.json": json.dumps(meta, indent=1, sort_keys=True).encode(),
+        }
+        write_together(folder, files)
+
+    def _open(self, folder: Path) -> None:
+        meta = read_meta(folder)
+        for name, ours in (
+            ("features", dict(self.describe())),
+            ("settings", self.settings),
+            ("targets", asdict(self.targets)),
+        ):
+            for field, value in cast(dict[str, Any], meta[name]).items():
+                if ours.get(field) != value:
+                    found = ours.get(field)
+                    raise InputError.of(f"{name}.{field}", found, f"{value!r}, as in {folder}")
+        self.key, self.evaluation = (folder / "key").read_bytes(), meta["evaluation"]
+        layout = Layout(meta["inputs"], self.integers.dtype.str, self.targets.columns)
+        self.store = Store(layout, self.key, folder)
+        self._seen = _stamp(folder / "sums")
+        self.sums = Sums.from_bytes((folder / "sums").read_bytes())
+        marks = self.read_file("forgotten") or b""
+        self._forgotten = {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What a state folder says about itself."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+    except (OSError, ValueError):
+        raise InputError.of("state", str(folder), "a folder that learn or save wrote") from None
+    if not isinstance(meta, dict) or cast(dict[str, Any], meta).get("format") != FORMAT:
+        raise CertificateError(f"{folder} is not a state of {FORMAT!r}")
+    return cast(dict[str, Any], meta)
+
+
+def _stamp(path: Path) -> object:
+    found = path.stat()
+    return found.st_ino, found.st_mtime_ns, found.st_size

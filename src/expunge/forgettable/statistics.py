@@ -1,0 +1,229 @@
+"""Ridge regression on exact sums: a head that forgets bit for bit (THEORY, section 10).
+
+    W = (G + n λ U² I)⁻¹ B U        scores = (φ/U) W
+
+from the integers every time, never updated: W is a fixed function of S, and S(D) - S(F) is
+S(D \\ F), so after a request the head is that of a life that never saw it. (0, 0), no randomness.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import linalg
+from threadpoolctl import ThreadpoolController
+
+from expunge.certificates.record import Run, Statistics
+from expunge.errors import InputError, UnlearningError
+from expunge.forgettable.features import Features
+from expunge.forgettable.memory import Memory, Targets
+from expunge.forgettable.released import HeadModel, Weights, check_inputs, hash_head, write_record
+from expunge.forgettable.sums import Sums
+from expunge.recipes import ExactStatistics
+
+GRID = tuple(10.0 ** (k / 2) for k in range(-14, 1))
+_WORST_RESIDUAL = 1e-9
+
+
+class StatisticsHead:
+    """A linear head on public integer features, learned and forgotten as sums of whole numbers.
+
+    ``regularisation`` λ is a number, or a sequence of candidates among which generalised
+    cross-validation chooses, from the sums alone. ``classes`` for labels; ``outputs`` and a public
+    ``target_scale`` for regression. ``state`` is a folder that holds everything from the first row
+    on, through crashes; it is private.
+
+    Formal guarantee: after ``forget(ids)`` digest, weights and the bytes of the store are those of
+    a head that was never given these identifiers' rows.
+
+    >>> rng = np.random.default_rng(0)
+    >>> x, y = rng.normal(size=(60, 5)), np.arange(60) % 3
+    >>> ids = [f"user-{i}" for i in range(60)]
+    >>> head, never = StatisticsHead(Features(), classes=3), StatisticsHead(Features(), classes=3)
+    >>> head.learn((x, y), ids=ids)
+    60
+    >>> never.learn((x[2:], y[2:]), ids=ids[2:])
+    58
+    >>> run = head.forget(["user-0", "user-1"])
+    >>> head.digest() == never.digest(), run.model(x[:2]).shape
+    (True, torch.Size([2, 3]))
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        *,
+        classes: int | None = None,
+        outputs: int = 0,
+        target_scale: float = 1.0,
+        regularisation: float | Sequence[float] = 1e-4,
+        state: str | Path | None = None,
+        key: bytes | None = None,
+    ) -> None:
+        self.features = features
+        self.candidates = _check_candidates(regularisation)
+        settings = {"head": "exact-statistics", "regularisation": list(self.candidates)}
+        targets = Targets(classes, outputs, target_scale)
+        folder = None if state is None else Path(state)
+        self._memory = Memory(features.describe, features.integers, targets, settings, folder, key)
+        self._released: bytes | None = None
+
+    def __len__(self) -> int:
+        """How many examples are held."""
+        return self._memory.sums.rows
+
+    def learn(self, data: Any, ids: Iterable[object]) -> int:
+        """Add examples, all or nothing; returns how many were new.
+
+        A row with an identifier and content that are already held is the same row: repeating a
+        call that was cut short counts nothing twice.
+        """
+        return learn_rows(self._memory, self.features, data, ids)
+
+    def forget(self, ids: Iterable[object]) -> Run:
+        """Remove every row of these identifiers and release the head of those that remain."""
+        with self._memory.writing():
+            request = self._memory.check(ids)
+            changes, sums = self._memory.without(request)
+            solved = self._solve(sums)
+            before = self._memory.read_file("released") or self._released
+            self._released = hash_head(solved[0]).encode()
+            self._memory.forget(request, changes, sums, {"released": self._released})
+            return self._make_run(*solved, before, (*request.held, *request.already))
+
+    def release(self) -> Run:
+        """The head of everything that is held now."""
+        with self._memory.writing():
+            solved = self._solve(self._memory.sums)
+            before = self._memory.read_file("released") or self._released
+            self._released = hash_head(solved[0]).encode()
+            self._memory.write_files({"released": self._released})
+            return self._make_run(*solved, before, ())
+
+    def digest(self) -> str:
+        """SHA-256 of the sums: the same on every machine."""
+        return self._memory.sums.digest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a new folder; it is private."""
+        self._memory.save(Path(path), {})
+
+    def check_store(self) -> list[str]:
+        """Add up the stored integers again; what differs from the sums, in words."""
+        again = self._memory.add_all().digest()
+        return [] if again == self.digest() else [f"the stored rows sum to {again}"]
+
+    def _solve(self, sums: Sums) -> tuple[Weights, float]:
+        if sums.rows == 0:
+            raise UnlearningError("no example is left; there is nothing to release")
+        return solve_ridge(sums, self.candidates, self._memory.unit)
+
+    def _make_run(
+        self,
+        weights: Weights,
+        regularisation: float,
+        before: bytes | None,
+        forgotten: tuple[str, ...],
+    ) -> Run:
+        memory, head = self._memory, {"loss": "squared", "regularisation": regularisation}
+        record = write_record(
+            weights,
+            recipe=ExactStatistics(),
+            statistics=describe_statistics(memory, self.digest(), head),
+            before=None if before is None else before.decode(),
+            forgotten=forgotten,
+        )
+        model = HeadModel(self.features, weights, memory.unit, memory.targets.scale)
+        return Run(model.eval(), record, frozenset(forgotten))
+
+
+def learn_rows(memory: Memory, features: Features, data: Any, ids: Iterable[object]) -> int:
+    """Integers of new examples into a memory; nothing is written where anything is refused."""
+    inputs, targets, names = check_inputs(data, ids)
+    if len(names) == 0:
+        return 0
+    encoded = memory.targets.encode(targets)
+    if memory.store is None:
+        memory.evaluation = features.choose_evaluation(inputs)
+    integers = features.compute(inputs, only_single=memory.evaluation == "by construction")
+    return memory.learn(integers, encoded, names)
+
+
+def describe_statistics(memory: Memory, digest: str, head: dict[str, Any]) -> Statistics:
+    """What the record and the certificate say of where the weights come from."""
+    features = dict(memory.describe()) | {"evaluation": memory.evaluation}
+    targets = memory.targets
+    shape = {"outputs": targets.width, "classification": targets.classes is not None}
+    scale = {} if targets.classes is not None else {"target_scale": targets.scale}
+    return Statistics(features, head | shape | scale, memory.sums.rows, digest)
+
+
+def solve_ridge(sums: Sums, candidates: Sequence[float], unit: float) -> tuple[Weights, float]:
+    """W = (G + n λ U² I)⁻¹ B U by Cholesky on one thread, checked by its normal equations."""
+    G, B = sums.gram.astype(np.float64), sums.cross.astype(np.float64)
+    with one_thread():
+        chosen = candidates[0]
+        if len(candidates) > 1:
+            chosen = choose_regularisation(sums, candidates, unit)
+        penalty = sums.rows * chosen * unit**2
+        G[np.diag_indices_from(G)] += penalty
+        try:
+            factor = linalg.cho_factor(G, lower=True, check_finite=False)
+        except linalg.LinAlgError:
+            raise UnlearningError(
+                f"the normal equations cannot be solved with regularisation {chosen}; "
+                "it must be larger"
+            ) from None
+        V = linalg.cho_solve(factor, B, check_finite=False)
+        residual = float(np.abs(G @ V - B).max(initial=0.0))
+    size = float(np.abs(G).max() * np.abs(V).max(initial=0.0) * len(G) + np.abs(B).max(initial=1.0))
+    if not residual <= _WORST_RESIDUAL * size:
+        raise UnlearningError(
+            f"the solution leaves a residual of {residual:.1e} in the normal equations; "
+            "regularisation must be larger"
+        )
+    return V * unit, chosen
+
+
+def choose_regularisation(sums: Sums, candidates: Sequence[float], unit: float) -> float:
+    """argmin over λ of GCV(λ) = (RSS(λ)/n) / (1 - df(λ)/n)², from n, G, B and Q alone.
+
+    With G = V diag(e) Vᵀ, c = VᵀB and s = n λ U²:  df = Σ e/(e + s) and
+    RSS = Q - Σ ‖c_j‖² (e_j + 2 s)/(e_j + s)².
+    """
+    e, V = linalg.eigh(sums.gram.astype(np.float64), check_finite=False)
+    e = np.maximum(e, 0.0)
+    c = np.square(V.T @ sums.cross.astype(np.float64)).sum(axis=1)
+    n = sums.rows
+    scores: list[float] = []
+    for value in candidates:
+        s = n * value * unit**2
+        rss = float(sums.square) - float((c * (e + 2 * s) / np.square(e + s)).sum())
+        freedom = 1 - float((e / (e + s)).sum()) / n
+        scores.append(max(rss, 0.0) / n / max(freedom, 1e-12) ** 2)
+    return candidates[int(np.argmin(scores))]
+
+
+def _check_candidates(regularisation: float | Sequence[float]) -> tuple[float, ...]:
+    given = regularisation if isinstance(regularisation, Sequence) else (regularisation,)
+    for value in given:
+        if isinstance(value, bool) or not 0 < value < math.inf:
+            raise InputError.of("regularisation", value, "a finite number > 0, or several")
+    if not given:
+        raise InputError.of("regularisation", given, "a finite number > 0, or several")
+    return tuple(float(value) for value in given)
+
+
+@functools.cache
+def _find_pools() -> ThreadpoolController:
+    return ThreadpoolController()
+
+
+def one_thread() -> Any:
+    """LAPACK gives other bits with other numbers of threads: one, while this is entered."""
+    return _find_pools().limit(limits=1, user_api="blas")

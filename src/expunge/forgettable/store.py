@@ -1,0 +1,317 @@
+"""What was learned, as whole numbers by identifier, in files that have no past.
+
+A store is a *set* of rows (identifier, integers, target). Its bytes are a function of that set and
+of the key it was created with, never of what happened:
+
+    name = BLAKE2b-128(key, identifier)        no identifier is written
+    bucket = ⌊name · buckets / 2^128⌋          the number of buckets is fixed at creation
+    file = rows of the bucket, ascending       by name, then by content; an empty bucket has no file
+
+A request rewrites its own buckets only. A change is written beside the store, made durable, and
+renamed into place; between the two stands ``journal/ready``, so that a kill at any moment leaves
+either all of it or nothing. At rest the journal is empty. One process writes at a time, others may
+read: a reader holds maps of files that a later change replaces but does not touch.
+
+The names of the forgotten are in ``forgotten``, apart, under another key: the store computes
+nothing from them but "already forgotten". What is on disk is private: integers of people's data,
+and the key that finds a person's rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sys
+import unicodedata
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from expunge.errors import InputError, RunError
+
+if sys.platform != "win32":
+    import fcntl
+
+Rows = npt.NDArray[np.void]
+NAME_BYTES = 16
+BUCKETS = 1024
+_FEW_FILES = 32
+
+
+def read_identifiers(ids: Iterable[object]) -> list[str]:
+    """Identifiers as text in Unicode's NFC form.
+
+    >>> read_identifiers([7, "e\\u0301"]) == ["7", "\\u00e9"]
+    True
+    """
+    if hasattr(ids, "tolist"):
+        ids = cast(Any, ids).tolist()
+    names: list[str] = []
+    for given in ids:
+        if isinstance(given, bool) or not isinstance(given, str | int):
+            raise InputError.of("ids", given, "strings or whole numbers")
+        names.append(unicodedata.normalize("NFC", str(given)))
+    return names
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A row: its name, ``inputs`` integers of ``dtype``, ``targets`` whole numbers."""
+
+    inputs: int
+    dtype: str
+    targets: int
+
+    @property
+    def row(self) -> np.dtype[Any]:
+        fields = [
+            ("name", f"V{NAME_BYTES}"),
+            ("features", self.dtype, (self.inputs,)),
+            ("target", "<i8", (self.targets,)),
+        ]
+        return np.dtype(fields)
+
+
+@dataclass
+class Store:
+    """The set of rows, in memory or in ``folder``.
+
+    >>> store = Store(Layout(inputs=2, dtype="i1", targets=1), key=bytes(32))
+    >>> row = store.make_rows(["ann"], np.array([[3, -4]], np.int8), np.array([[1]]))
+    >>> store.apply(store.plan_addition(row)[0])
+    >>> len(store), store.find(["ann", "bob"])["features"].tolist()
+    (1, [[3, -4]])
+    >>> store.apply(store.plan_removal(["ann"])); len(store)
+    0
+    """
+
+    layout: Layout
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+    folder: Path | None = None
+    buckets: int = BUCKETS
+    _memory: dict[int, Rows] = field(default_factory=dict[int, Rows], repr=False)
+
+    def __len__(self) -> int:
+        if self.folder is None:
+            return sum(len(rows) for rows in self._memory.values())
+        size = sum(path.stat().st_size for path in self.folder.glob("rows/*"))
+        return size // self.layout.row.itemsize
+
+    def name(self, identifier: str, purpose: bytes = b"row") -> bytes:
+        """The keyed hash that stands for an identifier."""
+        data = identifier.encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, digest_size=NAME_BYTES, key=self.key, person=purpose).digest()
+
+    def make_rows(
+        self, ids: Sequence[str], features: npt.NDArray[Any], targets: npt.NDArray[Any]
+    ) -> Rows:
+        """Rows in the store's layout, in the order given."""
+        rows = np.zeros(len(ids), self.layout.row)
+        known = {identifier: self.name(identifier) for identifier in set(ids)}
+        rows["name"] = np.frombuffer(b"".join(known[i] for i in ids), f"V{NAME_BYTES}")
+        rows["features"], rows["target"] = features, targets
+        return rows
+
+    def read(self, bucket: int) -> Rows:
+        """The rows of a bucket; on disk, a map of its file."""
+        if self.folder is None:
+            return self._memory.get(bucket, np.empty(0, self.layout.row))
+        try:
+            return np.memmap(self._path(bucket), self.layout.row, mode="r")
+        except FileNotFoundError:
+            return np.empty(0, self.layout.row)
+
+    def list_buckets(self) -> list[int]:
+        """The buckets that hold rows."""
+        if self.folder is None:
+            return sorted(self._memory)
+        return sorted(int(path.name, 16) for path in self.folder.glob("rows/*"))
+
+    def read_all(self, replaced: Mapping[int, Rows]) -> Iterator[Rows]:
+        """All rows, bucket by bucket, in their one order; as they will be, where ``replaced``."""
+        for bucket in sorted({*self.list_buckets(), *replaced}):
+            yield replaced[bucket] if bucket in replaced else self.read(bucket)
+
+    def find(self, ids: Iterable[str]) -> Rows:
+        """All rows of these identifiers, in the store's order."""
+        parts = [rows[mask] for _, rows, mask in self._match(ids)]
+        return np.concatenate(parts) if parts else np.empty(0, self.layout.row)
+
+    def find_unknown(self, ids: Iterable[str]) -> list[str]:
+        """Those of the identifiers that have no row."""
+        held = set(self.find(ids)["name"].tolist())
+        return [identifier for identifier in ids if self.name(identifier) not in held]
+
+    def plan_addition(self, rows: Rows) -> tuple[dict[int, Rows], Rows]:
+        """The buckets as they will be, and the rows that are new: a row is held once."""
+        rows = arrange(rows)
+        place = self._locate(rows)
+        changes: dict[int, Rows] = {}
+        fresh: list[Rows] = []
+        for bucket, (start, stop) in _list_runs(place):
+            held, added = self.read(bucket), rows[start:stop]
+            if len(held):
+                known = {row.tobytes() for row in held[np.isin(held["name"], added["name"])]}
+                added = added[[row.tobytes() not in known for row in added]]
+            if len(added):
+                changes[bucket] = arrange(np.concatenate([held, added])) if len(held) else added
+                fresh.append(added)
+        return changes, np.concatenate(fresh) if fresh else np.empty(0, self.layout.row)
+
+    def plan_removal(self, ids: Iterable[str]) -> dict[int, Rows]:
+        """The buckets as they will be without these identifiers."""
+        return {b: np.asarray(rows[~mask]) for b, rows, mask in self._match(ids) if mask.any()}
+
+    def apply(self, changes: Mapping[int, Rows], files: Mapping[str, bytes] = {}) -> None:
+        """Replace whole buckets and ``files`` beside them, all or nothing."""
+        if self.folder is None:
+            for bucket, rows in changes.items():
+                self._memory[bucket] = rows
+                if len(rows) == 0:
+                    del self._memory[bucket]
+            return
+        named = {f"rows/{bucket:04x}": rows.tobytes() for bucket, rows in changes.items()}
+        write_together(self.folder, named | dict(files))
+
+    def _match(self, ids: Iterable[str]) -> Iterator[tuple[int, Rows, npt.NDArray[np.bool_]]]:
+        names = sorted({self.name(identifier) for identifier in ids})
+        wanted = np.frombuffer(b"".join(names), f"V{NAME_BYTES}")
+        for bucket, (start, stop) in _list_runs(_bucket_of(wanted, self.buckets)):
+            rows = self.read(bucket)
+            yield bucket, rows, np.isin(rows["name"], wanted[start:stop])
+
+    def _locate(self, rows: Rows) -> npt.NDArray[np.int64]:
+        return _bucket_of(np.ascontiguousarray(rows["name"]), self.buckets)
+
+    def _path(self, bucket: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"rows/{bucket:04x}"
+
+
+def arrange(rows: Rows) -> Rows:
+    """A set of rows in its one order: ascending by name, then by content, each once."""
+    words = np.ascontiguousarray(rows["name"]).view(">u8").reshape(-1, 2)
+    rows = rows[np.lexsort((words[:, 1], words[:, 0]))]
+    same = rows["name"][1:] == rows["name"][:-1]
+    if not same.any():
+        return rows
+    parts: list[Rows] = []
+    for _, (start, stop) in _list_runs(np.concatenate([[0], np.cumsum(~same)])):
+        group = sorted({row.tobytes() for row in rows[start:stop]}) if stop - start > 1 else None
+        part = rows[start:stop] if group is None else np.frombuffer(b"".join(group), rows.dtype)
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _bucket_of(names: npt.NDArray[np.void], buckets: int) -> npt.NDArray[np.int64]:
+    high = np.frombuffer(names.tobytes(), ">u4").reshape(-1, NAME_BYTES // 4)[:, 0]
+    return (high.astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
+
+
+def _list_runs(values: npt.NDArray[np.int64]) -> Iterator[tuple[int, tuple[int, int]]]:
+    """(value, its [start, stop)) for runs of equal values in a sorted array."""
+    if len(values) == 0:
+        return
+    ends = np.flatnonzero(np.diff(values)) + 1
+    starts = np.concatenate([[0], ends])
+    for start, stop in zip(starts, np.concatenate([ends, [len(values)]]), strict=True):
+        yield int(values[start]), (int(start), int(stop))
+
+
+def create_folder(folder: Path) -> None:
+    """The empty folders of a store; what holds anything else already is refused."""
+    if {path.name for path in folder.iterdir()} - {"lock", "rows", "journal"}:
+        raise InputError.of("state", str(folder), "a new or empty folder, or a store")
+    for name in ("rows", "journal"):
+        (folder / name).mkdir(exist_ok=True)
+    folder.chmod(0o700)
+
+
+def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace several files, all or nothing; an empty one is removed. Needs the writer's lock."""
+    journal = folder / "journal"
+    names = list(files)
+    try:
+        for number, name in enumerate(names):
+            with (journal / f"{number}.new").open("xb") as file:
+                file.write(files[name])
+                file.flush()
+                if len(names) <= _FEW_FILES:
+                    os.fsync(file.fileno())
+        if len(names) > _FEW_FILES:
+            os.sync()
+        _write_durably(journal / "ready.new", "\n".join(names).encode())
+        (journal / "ready.new").replace(journal / "ready")
+        _sync_folder(journal)
+    except OSError as error:
+        clean(journal)
+        raise RunError(
+            f"{folder} could not be written ({error.strerror}); nothing changed"
+        ) from None
+    complete(folder)
+
+
+def complete(folder: Path) -> None:
+    """Finish a change that was made durable, drop one that was not; then the journal is empty."""
+    journal = folder / "journal"
+    ready = journal / "ready"
+    if not journal.exists():
+        return
+    if ready.exists():
+        for number, name in enumerate(ready.read_text().split("\n")):
+            new = journal / f"{number}.new"
+            if not new.exists():
+                continue
+            if new.stat().st_size == 0:
+                (folder / name).unlink(missing_ok=True)
+                new.unlink()
+            else:
+                new.replace(folder / name)
+        _sync_folder(folder / "rows")
+        _sync_folder(folder)
+        ready.unlink()
+    clean(journal)
+
+
+def clean(journal: Path) -> None:
+    """Remove what a killed process left in the journal."""
+    for path in journal.iterdir():
+        path.unlink()
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def hold(folder: Path | None, *, writing: bool) -> Generator[None]:
+    """One writer, or several readers; a change that was cut short is completed first."""
+    if folder is None or sys.platform == "win32":
+        yield
+        return
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        complete(folder)
+        if not writing:
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)

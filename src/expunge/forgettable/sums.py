@@ -1,0 +1,141 @@
+"""Sums of whole numbers over examples: exact, in any order, on any machine.
+
+    S(D) = (n, G, B, Q) = Σ_{i∈D} (1, φ_i φ_iᵀ, φ_i t_iᵀ, ‖t_i‖²)
+
+Products run in floating point on blocks so short that every partial sum is a whole number the
+float holds, ``rows · M² ≤ 2^24`` in float32 and ``2^53`` in float64, and blocks are added as 64-bit
+integers. So S(D) - S(F) = S(D \\ F), bit for bit (THEORY, section 10).
+
+Measured on 8,192 rows of 1,281 (two cores, AMD): float32 blocks by numpy's ``x.T @ x``, which
+computes one triangle (ssyrk), are the fastest; float64 blocks take 1.3 times, torch's full product
+2 to 3 times, and ``torch._int_mm`` 100 times as long.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from expunge.errors import CertificateError, InputError
+
+Counts = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+_MAGIC = b"expunge/sums-1\0\0"
+_HEADER = struct.Struct("<16sqqq32s")
+_SHORT = 128  # float32 blocks shorter than this cost more than float64 ones
+
+
+@dataclass(frozen=True)
+class Sums:
+    """n, G [p, p], B [p, q] and Q, where ``square`` is Q.
+
+    >>> phi, t = np.array([[1.0, 2.0], [3.0, -1.0]], np.float32), np.array([[1], [0]])
+    >>> whole = add_rows(phi, t, 7)
+    >>> whole.gram.tolist(), whole.cross.tolist(), whole.rows
+    ([[10, -1], [-1, 5]], [[1], [2]], 2)
+    >>> (whole - add_rows(phi[:1], t[:1], 7)).digest() == add_rows(phi[1:], t[1:], 7).digest()
+    True
+    """
+
+    rows: int
+    gram: Counts
+    cross: Counts
+    square: int
+
+    @classmethod
+    def empty(cls, width: int, outputs: int) -> Sums:
+        """S(∅)."""
+        zeros = np.zeros((width, width), np.int64), np.zeros((width, outputs), np.int64)
+        return cls(0, *zeros, 0)
+
+    def __add__(self, other: Sums) -> Sums:
+        gram, cross = self.gram + other.gram, self.cross + other.cross
+        return Sums(self.rows + other.rows, gram, cross, self.square + other.square)
+
+    def __sub__(self, other: Sums) -> Sums:
+        gram, cross = self.gram - other.gram, self.cross - other.cross
+        return Sums(self.rows - other.rows, gram, cross, self.square - other.square)
+
+    def to_bytes(self) -> bytes:
+        """One triangle of G by rows, then B, little-endian: the bytes that are hashed and kept."""
+        p, q = self.cross.shape
+        square = self.square.to_bytes(32, "little")
+        parts = [_HEADER.pack(_MAGIC, self.rows, p, q, square)]
+        parts += [self.gram[i, i:].astype("<i8", copy=False).tobytes() for i in range(p)]
+        return b"".join([*parts, self.cross.astype("<i8", copy=False).tobytes()])
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Sums:
+        """The sums that ``to_bytes`` wrote."""
+        if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+            raise CertificateError("these are not the sums of a store")
+        _, rows, p, q, square = _HEADER.unpack_from(data)
+        if len(data) != _HEADER.size + 8 * (p * (p + 1) // 2 + p * q):
+            raise CertificateError("the sums of this store are cut short")
+        values = np.frombuffer(data, "<i8", offset=_HEADER.size)
+        gram, at = np.empty((p, p), np.int64), 0
+        for i in range(p):
+            gram[i, i:] = gram[i:, i] = values[at : at + p - i]
+            at += p - i
+        cross = values[at:].reshape(p, q).astype(np.int64)
+        return cls(rows, gram, cross, int.from_bytes(square, "little"))
+
+    def digest(self) -> str:
+        """SHA-256 of the bytes: equal on every machine."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+
+def add_rows(
+    phi: npt.NDArray[np.float32],
+    targets: npt.NDArray[np.integer[Any]],
+    largest: int,
+    block: int = 0,
+) -> Sums:
+    """S of these rows; ``largest`` is M, ``block`` shortens the blocks."""
+    reach = int(np.abs(targets).max(initial=1))
+    check_room(len(phi), largest, reach, 2**53)
+    real, longest = choose_block(largest)
+    gram = np.zeros((phi.shape[1], phi.shape[1]))
+    for x in _cut(phi, min(block or longest, longest)):
+        x = x.astype(real, copy=False)
+        gram += x.T @ x
+    cross = np.zeros((phi.shape[1], targets.shape[1]))
+    for x, t in zip(_cut(phi, 1 << 14), _cut(targets, 1 << 14), strict=True):
+        cross += x.astype(np.float64).T @ t.astype(np.float64)
+    square = sum(int(t) ** 2 for t in targets[targets != 0].tolist())
+    return Sums(len(phi), gram.astype(np.int64), cross.astype(np.int64), square)
+
+
+def _cut(rows: Array, length: int) -> Iterator[Array]:
+    return (rows[start : start + length] for start in range(0, len(rows), length))
+
+
+def choose_block(largest: int) -> tuple[type[np.float32 | np.float64], int]:
+    """The float and the longest block in which a product of whole numbers up to M is exact.
+
+    >>> choose_block(127)[1], choose_block(2047)[0].__name__
+    (1040, 'float64')
+    """
+    rows = 2**24 // largest**2
+    return (np.float32, rows) if rows >= _SHORT else (np.float64, 4096)
+
+
+def check_room(rows: int, largest: int, reach: int, room: int = 2**62) -> None:
+    """Refuse before a sum could overflow: n M max(M, N) stays within ``room``."""
+    most = room // (largest * max(largest, reach))
+    if rows > most:
+        raise InputError.of("rows", rows, f"at most {most:,} with these bits and targets")
+
+
+def total(parts: Iterable[Sums], width: int, outputs: int) -> Sums:
+    """The sum of several sums."""
+    found = Sums.empty(width, outputs)
+    for part in parts:
+        found = found + part
+    return found
