@@ -14,7 +14,7 @@ from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_co
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RUN = [DOCS / "tutorial.md", DOCS / "job_file.md", *sorted((DOCS / "howto").glob("*.md"))]
-SLOW = {"lora", "many_processes", "many_runs", "sequences", "batchnorm"}
+SLOW = {"lora", "many_processes", "many_runs"}
 
 
 @pytest.fixture(autouse=True)
