@@ -19,10 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from engine import GRADIENT, MODEL, NOISY, flatten, make_mlp
 from expunge import certify
 from expunge.errors import ExpungeError
-from expunge.noisy import team as teamwork
-from expunge.noisy.noise import StepNoise, NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.checkpoint import Checkpoint
+from expunge.noisy.noise import NoiseStream, SeededNoise, SystemNoise
 from expunge.noisy.run import unlearn
 from expunge.noisy.sharded_vector import ShardedNoise, Span
+from expunge.noisy.team import Team
 from expunge.noisy.vector import GridVector
 from expunge.processes.group import Processes, find_processes
 from expunge.processes.weights import hash_together, hash_weights, save_together
@@ -95,9 +96,10 @@ def compare_with_one(mesh) -> dict:
         with Drawn() as alone:
             one = go(make_mlp(), recipe, distributed=False)
         with Drawn() as copied:
-            two = go(make_mlp(), recipe, check_every=2)
+            two = go(make_mlp(), recipe, distributed=find_processes(True, check_every=2))
         with Drawn() as own:
-            parts = go(shard(make_mlp(), mesh), recipe, check_every=3)
+            three = find_processes(True, check_every=3)
+            parts = go(shard(make_mlp(), mesh), recipe, distributed=three)
         noise = [
             {k: v for k, v in drawn.values.items() if int(k.split(",")[0]) <= len(one.record.trace)}
             for drawn in (alone, copied, own)
@@ -161,7 +163,6 @@ def resume(mesh, folder: Path) -> dict:
             return shard(model, mesh) if name == "sharded" else model
 
         path = folder / f"checkpoint-{name}"
-        options = {"checkpoint": path, "checkpoint_seconds": 0.0}
 
         def stop(done, _):
             if done == 3:
@@ -169,12 +170,12 @@ def resume(mesh, folder: Path) -> dict:
 
         torch.manual_seed(7 + dist.get_rank())
         try:
-            go(make(), on_step=stop, **options)
+            go(make(), on_step=stop, checkpoint=Checkpoint(path, 0.0))
         except StopError:
             dist.barrier()
-        resumed = go(make(), resume=True, **options)
+        resumed = go(make(), checkpoint=Checkpoint(path, 0.0, resume=True))
         torch.manual_seed(7 + dist.get_rank())
-        whole = go(make(), checkpoint=folder / f"other-{name}", checkpoint_seconds=0.0)
+        whole = go(make(), checkpoint=Checkpoint(folder / f"other-{name}", 0.0))
         pair = [r.model.state_dict() for r in (resumed, whole)]
         if name == "sharded":
             pair = [{k: t.to_local() for k, t in state.items()} for state in pair]
@@ -185,7 +186,7 @@ def resume(mesh, folder: Path) -> dict:
             "left": sorted(p.name for p in path.iterdir()),
         }
         try:
-            go(make(), MODEL, resume=True, **options)
+            go(make(), MODEL, checkpoint=Checkpoint(path, resume=True))
         except ExpungeError as error:
             found[name]["other"] = str(error)
     return found
@@ -193,7 +194,7 @@ def resume(mesh, folder: Path) -> dict:
 
 def refuse(what, **options) -> str:
     try:
-        go(make_mlp(), check_every=1, **options)
+        go(make_mlp(), distributed=find_processes(True, check_every=1), **options)
     except ExpungeError as error:
         return f"{what}: {error}"
     return f"{what}: not noticed"
@@ -205,32 +206,32 @@ def disagree(rank: int) -> list[str]:
     told.append(refuse("recipe", recipe=MODEL if rank == 1 else GRADIENT))
     torch.manual_seed(0)
 
-    def bend(done, model):
+    check, take, begin = Team.check, Team.take_key, Team.begin
+
+    def bend(team, done, last, columns, cycle, vector):
         if rank == 1 and done == 2:
-            with torch.no_grad():
-                next(model.parameters()).view(-1)[0].nextafter_(torch.tensor(9.0))
+            vector.parameters[0].view(-1)[0].nextafter_(torch.tensor(9.0))
+        check(team, done, last, columns, cycle, vector)
 
-    told.append(refuse("one bit of one weight", on_step=bend))
-    begin, versions = teamwork.Team.make_drawing, teamwork.Team.begin
+    Team.check = bend
+    told.append(refuse("one bit of one weight"))
+    Team.check = check
 
-    def other_key(team, noise, levels, vector):
-        drawing = begin(team, noise, levels, vector)
-        if rank == 1:
-            team._key = bytes(32)
-            return StepNoise(NoiseStream(bytes(32)), levels, vector.size)
-        return drawing
+    def other_key(team, noise):
+        stream = take(team, noise)
+        return NoiseStream(bytes(32)) if rank == 1 else stream
 
-    teamwork.Team.make_drawing = other_key
+    Team.take_key = other_key
     told.append(refuse("another key"))
-    teamwork.Team.make_drawing = begin
+    Team.take_key = take
 
-    def other_torch(team, facts, loader):
+    def other_torch(team, facts, noise):
         mixed = facts["versions"] | ({"torch": "2.0.0"} if rank == 1 else {})
-        versions(team, dict(facts) | {"versions": mixed}, loader)
+        begin(team, dict(facts) | {"versions": mixed}, noise)
 
-    teamwork.Team.begin = other_torch
+    Team.begin = other_torch
     told.append(refuse("versions"))
-    teamwork.Team.begin = versions
+    Team.begin = begin
     x, y = load_data()
     told.append(refuse("batch", loader=Batches(x, y, batch_size=9)))
     told.append(refuse("few", loader=Batches(x[:1], y[:1], batch_size=2)))

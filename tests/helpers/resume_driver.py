@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from engine import equal, make_batches, make_mlp
 from expunge import GradientClipping, certify
 from expunge.certificates.record import RunRecord
+from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.noise import SeededNoise, SystemNoise
 from expunge.noisy.run import unlearn
 from expunge.training.batches import Batches
@@ -51,9 +52,7 @@ def run(noise, checkpoint: Path | None, log: Path | None):
         RECIPE,
         loss_fn=cross_entropy,
         noise=noise,
-        checkpoint=checkpoint,
-        checkpoint_seconds=0.0,
-        resume=checkpoint is not None,
+        checkpoint=None if checkpoint is None else Checkpoint(checkpoint, 0.0, resume=True),
         on_step=on_step,
     )
 

@@ -74,37 +74,43 @@ def test_reset_statistics_come_from_retained_data_alone(training):
 def test_frozen_batch_norm_is_public_and_hashed():
     model = batch_norm()
     model[1].requires_grad_(False).eval()
-    run = go(model)
+    run = go(model, public=model.state_dict())
     assert torch.equal(run.model[1].running_mean, model[1].running_mean)
     assert run.record.buffers == "frozen"
-    assert set(run.record.buffer_names) <= set(run.record.frozen_names)
+    assert set(run.record.buffer_names) <= set(run.record.public.names)
     certify(run.record, delta=1e-5)
 
 
-def test_constants_are_public_if_they_are_whole_numbers_or_named():
+def test_constants_are_public_if_they_are_compared_or_named():
     model = Holder()
     model.register_buffer("mask", torch.ones(3, 3, dtype=torch.bool), persistent=False)
-    assert go(model).record.buffer_names == ("mask",)
-    model.register_buffer("scale", torch.ones(3))
-    with pytest.raises(UnlearningError, match="scale is a buffer"):
+    with pytest.raises(UnlearningError, match="mask is not certified"):
         go(model)
-    assert set(go(model, public_buffers=["scale"]).record.buffer_names) == {"mask", "scale"}
+    model.register_buffer("scale", torch.ones(3))
+    assert set(go(model, public=["scale", "ma*"]).record.buffer_names) == {"mask", "scale"}
+    assert go(model, public=model).record.public.compared
+    with pytest.raises(UnlearningError, match="mask is not in the public tensors"):
+        go(model, public=model.state_dict())
     with pytest.raises(InputError, match="'nothing'"):
-        go(model, public_buffers=["nothing"])
+        go(model, public=["nothing"])
     with pytest.raises(InputError, match="buffers is 'keep'"):
         go(model, buffers="keep")
 
 
-def test_a_public_buffer_that_changes_is_refused():
+def test_a_public_buffer_that_a_forward_pass_writes_is_put_back():
+    seen = []
+
     class Counter(Holder):
         def forward(self, x):
+            seen.append(int(self.seen))
             self.seen += len(x)
             return self.body(x)
 
     model = Counter()
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
-    with pytest.raises(UnlearningError, match="seen was declared public but changed"):
-        go(model)
+    run = go(model, public={"seen": torch.zeros((), dtype=torch.int64)})
+    assert seen == [0] * GRADIENT.steps
+    assert int(run.model.seen) == 0
 
 
 def test_spectral_norm_is_refused():

@@ -105,7 +105,7 @@ def test_result_is_a_plain_module_in_the_same_mode(recipe, training):
 
 @each_method
 def test_record_and_certificate_round_trip(recipe, tmp_path):
-    run = go(recipe, noise=SystemNoise(), forget_ids=["a"], retain_ids=["b", "c"])
+    run = go(recipe, noise=SystemNoise(), forget_ids=["a"], retain_ids=["b", "c"] * 12)
     run.record.save(tmp_path / "record.json")
     assert RunRecord.load(tmp_path / "record.json") == run.record
     certificate = certify(run.record, delta=1e-5)

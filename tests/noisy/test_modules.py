@@ -157,7 +157,7 @@ def check(run, model, fresh):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_module(name, recipe, tmp_path):
     model = build(name)
-    run = unlearn(model, make_images(), recipe, loss_fn=cross_entropy)
+    run = unlearn(model, make_images(), recipe, loss_fn=cross_entropy, public=build(name))
     check(run, model, build(name))
     save_weights(tmp_path / "model.safetensors", run.model.state_dict())
     from safetensors.torch import load_file
@@ -187,22 +187,23 @@ def test_old_weights_under_a_public_name_are_refused(kind):
     batches = [(torch.ones(4, 3), torch.tensor([0, 1, 1, 0]))]
     recipe = OutputPerturbation(start_clip=1.0, noise_std=1.0)
     with pytest.raises(UnlearningError, match="weight and kept share memory"):
-        unlearn(model, batches, recipe, public_buffers=["kept"] if kind == "buffer" else [])
+        unlearn(model, batches, recipe, public=["kept"])
     with torch.no_grad():
         model.kept = (
             nn.Parameter(view.clone(), requires_grad=False)
             if kind == "parameter"
             else (view.clone())
         )
-    unlearn(model, batches, recipe, public_buffers=["kept"] if kind == "buffer" else [])
+    unlearn(model, batches, recipe, public=["kept"])
 
 
 def test_frozen_batch_norm_keeps_its_public_statistics():
     model = build("resnet-frozen-batchnorm")
-    run = unlearn(model, make_images(), GRADIENT, loss_fn=cross_entropy)
+    public = model.state_dict()
+    run = unlearn(model, make_images(), GRADIENT, loss_fn=cross_entropy, public=public)
     assert run.record.buffers == "frozen"
     assert len(run.record.buffer_names) == 4 * 3
-    assert len(run.record.frozen_names) == 4 * 2 + 4 * 3
+    assert len(run.record.public.names) == 4 * 2 + 4 * 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=["gradient", "model", "output"])
@@ -243,10 +244,10 @@ def test_lora_adapter_around_the_zero_adapter():
     """B = 0 and A its public start: the centre is the base model itself."""
     fresh = make_lora()
     model = train_adapter(fresh)
-    run = unlearn(model, make_text(), GRADIENT, centre=fresh.state_dict(), noise=SystemNoise())
+    run = unlearn(model, make_text(), GRADIENT, centre=fresh.state_dict(), public=fresh)
     check(run, model, make_lora())
-    assert run.record.frozen is not None
-    assert all("lora" not in name for name in run.record.frozen_names)
+    assert run.record.public.compared
+    assert all("lora" not in name for name in run.record.public.names)
     assert run.record.parameters == 2 * (2 * 16 + 48 * 2)
     assert run.record.centre is not None
     assert run.record.noise["releasable"]
@@ -255,7 +256,8 @@ def test_lora_adapter_around_the_zero_adapter():
 def test_lora_restart_without_noise_is_the_base_model():
     fresh = make_lora().eval()
     still = replace(GRADIENT, start_clip=0.0, grad_clip=0.0, noise_std=0.0)
-    run = unlearn(train_adapter(fresh), make_text(), still, centre=fresh.state_dict())
+    start, text = fresh.state_dict(), make_text()
+    run = unlearn(train_adapter(fresh), text, still, centre=start, public=fresh)
     ids = make_text()[0]["input_ids"]
     with torch.no_grad():
         base = make_gpt2().eval()(ids).logits

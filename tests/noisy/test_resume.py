@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from engine import GRADIENT, MODEL, OUTPUT, SCHEDULED, equal, make_batches, make_mlp
 from expunge import InputError, certify
+from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.noise import SeededNoise, SystemNoise
 from expunge.noisy.run import unlearn
 
@@ -22,7 +23,7 @@ class StopError(Exception):
     pass
 
 
-def go(recipe, path, *, stop=None, model=None, noise=None, **options):
+def go(recipe, path, *, stop=None, model=None, noise=None, resume=False, **options):
     def on_step(done, _):
         if done == stop:
             raise StopError
@@ -33,8 +34,7 @@ def go(recipe, path, *, stop=None, model=None, noise=None, **options):
         recipe,
         loss_fn=cross_entropy,
         noise=SeededNoise(0) if noise is None else noise,
-        checkpoint=path,
-        checkpoint_seconds=0.0,
+        checkpoint=Checkpoint(path, 0.0, resume),
         on_step=on_step,
         **options,
     )
@@ -117,7 +117,7 @@ def test_checkpoints_are_never_overwritten_or_mixed_up(tmp_path):
         go(GRADIENT, path)
     with pytest.raises(InputError, match="its recipe is"):
         go(MODEL, path, resume=True)
-    with pytest.raises(InputError, match="its weights_before is"):
+    with pytest.raises(InputError, match="its old weights is"):
         go(GRADIENT, path, resume=True, model=make_mlp(seed=8))
     with pytest.raises(InputError, match="its noise is"):
         go(GRADIENT, path, resume=True, noise=SystemNoise())
@@ -142,7 +142,7 @@ def test_resumed_run_sees_the_rest_of_a_shuffled_pass(tmp_path):
     x, y = (torch.cat(t) for t in zip(*make_batches(), strict=True))
     samples = torch.utils.data.TensorDataset(x, y)
 
-    def run(path, stop, **options):
+    def run(path, stop, *, resume=False):
         seen = []
 
         def loss(output, target):
@@ -162,10 +162,8 @@ def test_resumed_run_sees_the_rest_of_a_shuffled_pass(tmp_path):
                 GRADIENT,
                 loss_fn=loss,
                 noise=SeededNoise(0),
-                checkpoint=path,
-                checkpoint_seconds=0.0,
+                checkpoint=Checkpoint(path, 0.0, resume),
                 on_step=on_step,
-                **options,
             )
         except StopError:
             seen.pop()  # the step that was stopped before it was saved

@@ -1,5 +1,6 @@
 """unlearn(): loaders, losses, centres, buffers, dtypes, identifiers, and every refusal."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -94,11 +95,11 @@ def test_shuffled_loader_with_dropout_is_repeatable():
         torch.utils.data.TensorDataset(x, y), batch_size=5, shuffle=True
     )
     torch.manual_seed(7)
-    first, second = (go(make_mlp(dropout=0.3), loader) for _ in range(2))
-    assert equal(first.model, second.model)
+    first = go(make_mlp(dropout=0.3), loader)
     torch.manual_seed(8)
-    third = go(make_mlp(dropout=0.3), loader)
-    assert not equal(first.model, third.model)
+    assert equal(first.model, go(make_mlp(dropout=0.3), loader).model)
+    other = go(make_mlp(dropout=0.3), loader, noise=SeededNoise(1)).record.trace
+    assert other.gradient_norm[0] != first.record.trace.gradient_norm[0]
 
 
 def test_gradient_that_is_not_finite_counts_as_zero_and_is_recorded():
@@ -199,15 +200,22 @@ def test_bad_centres_are_refused_by_name(change, words):
 def test_frozen_parameters_are_left_alone_and_hashed():
     model = make_mlp()
     model[0].requires_grad_(False)
-    run = go(model)
+    with pytest.raises(UnlearningError, match=r"0\.weight, 0\.bias are not certified"):
+        go(model)
+    run = go(model, public=make_mlp().state_dict())
     assert torch.equal(run.model[0].weight, model[0].weight)
     assert not run.model[0].weight.requires_grad
-    assert run.record.frozen_names == ("0.weight", "0.bias")
-    assert run.record.frozen == hash_weights(
+    assert run.record.public.names == ("0.weight", "0.bias")
+    assert run.record.public.compared
+    assert run.record.public.hash == hash_weights(
         {n: model.state_dict()[n] for n in ("0.weight", "0.bias")}
     )
     assert run.record.parameters == 16 * 3 + 3
-    full = go(model, centre=make_mlp(3).state_dict())
+    full = go(model, centre=make_mlp(3).state_dict(), public=["0.*"])
+    assert (full.record.public.names, full.record.public.compared) == (
+        run.record.public.names,
+        False,
+    )
     assert torch.equal(full.model[0].weight, model[0].weight)
 
 
@@ -220,7 +228,14 @@ def test_unused_parameters_get_noise_too():
 def test_sparse_gradients_are_densified():
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 3))
     ids = [(torch.randint(0, 5, (8, 2)), torch.randint(0, 3, (8,)))]
-    go(model, ids)
+    dense = copy.deepcopy(model)
+    dense[0].sparse = False
+    cross_entropy(model(ids[0][0]), ids[0][1]).backward()
+    assert model[0].weight.grad.layout is torch.sparse_coo
+    model.zero_grad()
+    runs = [go(m, ids) for m in (model, dense)]
+    assert runs[0].record.trace.gradient_norm == runs[1].record.trace.gradient_norm
+    assert equal(runs[0].model, runs[1].model)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -272,9 +287,14 @@ def test_broken_weights_and_shared_memory_are_refused():
 
 
 def test_identifiers_must_be_disjoint_and_are_committed():
-    run = go(forget_ids=[3, "x"], retain_ids=np.array(["a", "b"]))
+    names = np.array(["a", "b"] * 12)
+    run = go(forget_ids=[3, "x"], retain_ids=names)
     assert opens(run.record.forget, ["x", "3"])
     assert opens(run.record.retain, ["b", "a"])
+    assert run.record.checked
+    assert run.forgotten == {"3", "x"}
+    assert not go(retain_ids=names).record.checked
+    assert not go(forget_ids=["x"]).record.checked
     with pytest.raises(InputError, match=r"retain_ids holds '7'.*2 in all"):
         go(forget_ids=["7", "8", "9"], retain_ids=[7, 8, 10])
 
@@ -292,8 +312,12 @@ def test_identifiers_of_batches_in_memory_are_used():
     [
         ({"recipe": Retraining()}, "recipe is Retraining"),
         ({"start": "zero"}, "start is 'zero'"),
-        ({"releases": 0}, "releases is 0"),
-        ({"parent": "abc"}, "parent is 'abc'"),
+        ({"checkpoint": "somewhere"}, "checkpoint is 'somewhere'"),
+        ({"noise": 3}, "noise is 3"),
+        ({"forget_ids": []}, "forget_ids is"),
+        ({"retain_ids": ["a"]}, "number of retain_ids is 1; it must be 24"),
+        ({"public": ["9.*"]}, r"public is '9\.\*'"),
+        ({"public": "nowhere"}, "names and patterns are given as a list"),
     ],
 )
 def test_bad_arguments(options, words):
@@ -302,9 +326,9 @@ def test_bad_arguments(options, words):
 
 
 def test_record_says_what_ran():
-    record = go(releases=3, parent="ab" * 32).record
-    assert record.execution.releases == 3
-    assert record.parent == "ab" * 32
+    record = go().record
+    assert record.execution.releases == 1
+    assert (record.public, record.processes, record.checked) == (None, None, False)
     assert record.parameters == 6 * 16 + 16 + 16 * 3 + 3
     assert record.execution.rounding >= 2 * record.grid * math.sqrt(record.parameters)
     assert (record.start, record.buffers, record.resumed, record.noise_keys) == (

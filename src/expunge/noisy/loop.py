@@ -147,12 +147,11 @@ class Loop:
             own = compute_gradients(self.certified, batch, self.loss_fn, scale)
         gradients = self.team.average(own)
         norm = self.vector.gradient_norm(gradients)
-        bound = self.recipe.grad_clip if isinstance(self.recipe, GradientClipping) else math.inf
         radius = self.recipe.model_clip
         update = Update(
             learning_rate=float(schedule(self.recipe.learning_rate, self.steps)[t]),
             weight_decay=self.recipe.weight_decay,
-            clip=self.vector.clip_factor(norm, bound),
+            clip=self.vector.clip_factor(norm, self._bound),
             radius=math.inf if radius is None else radius,
             noise_std=float(schedule(self.recipe.noise_std, self.steps)[t]),
             number=t + 1,
@@ -161,6 +160,11 @@ class Loop:
         self._note(update, norm, norms)
         self.gradient_evaluations += share.total
         self.done = t + 1
+
+    @property
+    def _bound(self) -> float:
+        """C1."""
+        return self.recipe.grad_clip if isinstance(self.recipe, GradientClipping) else math.inf
 
     def _put_back(self) -> None:
         """The vector alone decides what the model is."""

@@ -116,7 +116,7 @@ def unlearn(
         held = None if certified.centre is None else hash_weights(certified.centre, processes)
         identity = {
             "versions": list_versions(),
-            "model": before,
+            "old weights": before,
             "public tensors": None if certified.public is None else certified.public.hash,
             "centre": held,
             "recipe": recipes.to_dict(recipe),
@@ -212,7 +212,7 @@ def _check_lengths(
     """Whether both sets of identifiers are known, and the retained one is that of the data."""
     count = count_samples(loader)
     if count is None and isinstance(loader, list | tuple):
-        count = sum(count_examples(batch) for batch in cast(Sequence[Any], loader))
+        count = sum(count_examples(batch) for batch in cast(Sequence[Any], loader)) or None
     if retained is not None and count is not None and len(retained) != count:
         raise InputError.of(
             "number of retain_ids", len(retained), f"{count}, one for each retained example"
