@@ -212,10 +212,18 @@ class TestRefusedSchedules:
 class TestRefusedCombinations:
     @pytest.mark.parametrize(
         ("rate", "decay", "shown"),
-        [(0.1, 10.0, "1"), ([0.1, 0.3, 0.2], 5.0, "1.5"), (1e300, 1e300, "inf")],
+        [
+            (0.1, 10.0, "1"),
+            ([0.1, 0.3, 0.2], 5.0, "1.5"),
+            (1e300, 1e300, "inf"),
+            ((1 - 1e-10) / 8, 8.0, "0.9999999999"),
+        ],
     )
     def test_decay_must_contract(self, rate, decay, shown) -> None:
-        expected = f"learning_rate * weight_decay is {shown}; it must be below 1 at every step"
+        expected = (
+            f"learning_rate * weight_decay is {shown}; it must be below 1 at every step, "
+            "by at least 1e-06"
+        )
         assert message(GradientClipping, learning_rate=rate, weight_decay=decay) == expected
 
     def test_start_noise_without_a_start_clip(self) -> None:

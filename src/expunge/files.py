@@ -6,16 +6,22 @@ import dataclasses
 import math
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
 from expunge.errors import CertificateError, InputError
 
-if sys.platform != "win32":
+if sys.platform == "win32":
+    _AT_ONCE = os.O_BINARY
+else:
     import fcntl
+
+    _AT_ONCE = os.O_NONBLOCK
 
 
 def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -> None:
@@ -43,6 +49,29 @@ def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -
     _sync_folder(target.parent)
 
 
+def open_regular(path: str | Path, what: str) -> BufferedReader:
+    """A regular file, opened; anything else is refused at once, a pipe or device included.
+
+    >>> open_regular("/dev/null", "certificate")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.CertificateError: certificate /dev/null is not a file that can be read: not a...
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | _AT_ONCE)
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISREG(mode):
+            return os.fdopen(handle, "rb")
+        os.close(handle)
+        reason = "is a directory" if stat.S_ISDIR(mode) else "not a regular file"
+    except OSError as error:
+        reason = (error.strerror or type(error).__name__).lower()
+    except ValueError as error:
+        reason = str(error)
+    shown = ascii(str(path))[1:-1]
+    raise CertificateError(f"{what} {shown} is not a file that can be read: {reason}") from None
+
+
 def read_limited(path: str | Path, limit: int, what: str) -> bytes:
     """The bytes of a regular file of at most ``limit`` bytes.
 
@@ -51,14 +80,8 @@ def read_limited(path: str | Path, limit: int, what: str) -> bytes:
     ...
     expunge.errors.CertificateError: certificate /nowhere/c.json is not a file that can be read: ...
     """
-    try:
-        with Path(path).open("rb") as file:
-            data = file.read(limit + 1)
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise CertificateError(
-            f"{what} {path} is not a file that can be read: {reason.lower()}"
-        ) from None
+    with open_regular(path, what) as file:
+        data = file.read(limit + 1)
     if len(data) > limit:
         raise CertificateError(f"{what} {path} is larger than {limit:,} bytes")
     return data

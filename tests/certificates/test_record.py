@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from expunge.certificates.hashing import (
     hash_tensors,
     write_safetensors,
 )
-from expunge.certificates.identifiers import Commitment, commit, opens
+from expunge.certificates.identifiers import Commitment, commit, commit_disjoint, opens
 from expunge.certificates.record import FineTuning, RunRecord, Trace
 from expunge.errors import CertificateError, InputError
 from expunge.files import read_limited, write_atomic
@@ -41,7 +42,7 @@ def test_commitment_is_the_documented_formula() -> None:
     assert commit(["b", 9, "a"], SALT).root == hashlib.sha256(header + b"".join(leaves)).hexdigest()
 
 
-@given(st.lists(st.text(), unique=True), st.randoms())
+@given(st.lists(st.text(), unique_by=lambda x: unicodedata.normalize("NFC", x)), st.randoms())
 def test_commitment_ignores_order_and_opens_only_for_its_set(ids, random) -> None:
     commitment = commit(ids)
     shuffled = list(ids)
@@ -63,10 +64,41 @@ def test_salt_hides_the_set() -> None:
         opens(commit(["a"]).withhold_salt(), ["a"])
 
 
-@pytest.mark.parametrize("ids", [["a", "b", "a"], [1, "1"], [np.int64(3), 3]])
-def test_duplicates_are_refused(ids) -> None:
-    with pytest.raises(InputError, match="occurs twice"):
-        commit(ids)
+@pytest.mark.parametrize("ids", [["a", "b", "a"], [1, "1", 2], [np.int64(3), 3, "x"]])
+def test_a_person_on_many_samples_is_one_identifier(ids) -> None:
+    found = commit(ids, SALT)
+    assert (found.count, found.samples) == (2, 3)
+    assert found.root == commit({str(i) for i in ids}, SALT).root
+    assert opens(found, set(map(str, ids)))
+    assert commit(["a"], SALT, samples=40).samples == 40
+
+
+def test_identifiers_are_compared_in_normal_form() -> None:
+    composed, apart = "Zo\u00eb", "Zoe\u0308"
+    assert commit([composed, apart], SALT).count == 1
+    assert opens(commit([composed]), [apart])
+    with pytest.raises(InputError, match="in forget_ids too"):
+        commit_disjoint([composed], ["x", apart])
+
+
+def test_commitments_of_version_1_still_open() -> None:
+    """Their identifiers were taken as they came, and the root is the same formula."""
+    leaf = hashlib.sha256(b"expunge/id\0" + bytes.fromhex(SALT) + "Zoe\u0308".encode()).digest()
+    header = b"expunge/ids\0" + bytes.fromhex(SALT) + (1).to_bytes(8, "little")
+    root = hashlib.sha256(header + leaf).hexdigest()
+    old = Commitment(root=root, count=1, salt=SALT, algorithm="sha256-salted-set-1")
+    assert opens(old, ["Zoe\u0308"])
+    assert not opens(old, ["Zo\u00eb"])
+
+
+def test_a_request_names_someone_and_is_a_list() -> None:
+    with pytest.raises(InputError, match="forget_ids is"):
+        commit_disjoint([], ["a"])
+    with pytest.raises(InputError, match="not one text"):
+        commit_disjoint("user-42", ["a"])
+    forget, retain = commit_disjoint(["a", "a"], np.array(["b", "c"]))
+    assert (forget.count, forget.samples, retain.count) == (1, 2, 2)
+    assert commit_disjoint(None, None) == (None, None)
 
 
 @pytest.mark.parametrize("ids", [[1.5], [None], [True], [b"a"], [np.bool_(True)]])

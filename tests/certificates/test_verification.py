@@ -118,8 +118,8 @@ def test_forgeries_are_named(change, named, tmp_path) -> None:
     "change",
     [
         {"device": "cuda"}, {"dtype": "bfloat16"}, {"gradient_evaluations": 1}, {"versions": {}},
-        {"data": {"forget": None, "retain": None}}, {"finetune": None}, {"record": "1" * 64},
-        {"parameters": 19}, {"start": "centre"}, {"resumed": 1},
+        {"data": {"forget": None, "retain": None, "checked": True}}, {"finetune": None},
+        {"record": "1" * 64}, {"parameters": 19}, {"start": "centre"}, {"resumed": 1},
     ],
 )  # fmt: skip
 def test_facts_that_nothing_recomputes_are_held_by_digest_and_signature(change, tmp_path) -> None:
@@ -159,7 +159,7 @@ def test_the_record_is_checked_when_given(tmp_path) -> None:
     with pytest.raises(VerificationError, match="but the record's hash is"):
         verify(path, record=tmp_path / "other.json")
     make_record(trace=make_trace(replace(GRADIENT, steps=4))).save(tmp_path / "short.json")
-    with pytest.raises(VerificationError, match="record: the trace has 4 steps"):
+    with pytest.raises(VerificationError, match=r"record: .* the trace has 4 steps"):
         verify(path, record=tmp_path / "short.json")
 
 
@@ -183,9 +183,10 @@ def test_weights_saved_by_safetensors_itself_hold(tmp_path) -> None:
         (b"\x89PNG", "must be JSON"),
         (b"[1]", "JSON object"),
         (b"{" * 100_000, "must be JSON"),
-        (b'{"schema_version":2}', "schema_version is 2; this version of expunge reads 1"),
+        (b'{"schema_version":3}', "schema_version is 3; this version of expunge reads 1 and 2"),
         (b'{"schema_version":true}', "schema_version is True"),
         (b'{"schema_version":1}', "epsilon is not usable"),
+        (b'{"schema_version":2}', "epsilon is not usable"),
     ],
 )
 def test_unusable_certificates(content, sentence, tmp_path) -> None:
@@ -213,9 +214,9 @@ def test_missing_and_truncated_weights_are_unusable(tmp_path) -> None:
     with pytest.raises(CertificateError, match="their header describes"):
         verify(path)
     weights.unlink()
-    with pytest.raises(CertificateError, match="cannot be read"):
+    with pytest.raises(CertificateError, match=r"weights .* is not a file"):
         verify(path)
-    with pytest.raises(CertificateError, match="is not a file"):
+    with pytest.raises(CertificateError, match=r"certificate .* is not a file"):
         verify(tmp_path / "none.json")
 
 
@@ -329,7 +330,7 @@ def test_chains_that_do_not_fit_are_refused() -> None:
     record = make_record(**fitting, frozen="a" * 64, frozen_names=("w",))
     with pytest.raises(UnlearningError, match="the frozen part is"):
         certify(record, delta=1e-5, parent=parent)
-    with pytest.raises(UnlearningError, match="saw the forget data"):
+    with pytest.raises(UnlearningError, match="the centre is the old model itself"):
         certify(make_record(**fitting, centre=parent.weights.after), delta=1e-5, parent=parent)
     named = certify(make_record(**fitting, parent=parent.sha256), delta=1e-5, parent=parent)
     assert named.parent == parent.sha256

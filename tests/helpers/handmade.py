@@ -102,7 +102,9 @@ def make_record(recipe: Recipe = GRADIENT, **changes: Any) -> RunRecord:
         "finetune": FineTuning(
             optimizer="SGD", epochs=2, steps=80, learning_rate=0.05, batch_size=128,
             schedule="one-cycle", gradient_evaluations=10240, data=commit(["u2"], SALT),
+            checked=True,
         ),
+        "checked": True,
         "device": "cpu",
         "dtype": "float32",
         "created": "2025-11-15T22:00:00+00:00",

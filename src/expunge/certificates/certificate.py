@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,10 +22,12 @@ from expunge.accounting.guarantee import MAX_EPSILON, check_delta, guarantee, lo
 from expunge.certificates.consistency import find_contradictions, summarise_schedule
 from expunge.certificates.identifiers import Commitment
 from expunge.certificates.record import RunRecord, encode
-from expunge.certificates.schema import SCHEMA_VERSION, CertificateWire
+from expunge.certificates.schema import SCHEMA_VERSION, CertificateWire, find_misplaced
 from expunge.certificates.signing import sign_bytes
 from expunge.certificates.wording import (
+    allows_release,
     derive_scope,
+    find_unchecked,
     find_warnings,
     read_recipe,
     write_model_card,
@@ -44,8 +45,13 @@ class Certificate(CertificateWire):
     """A certificate of unlearning. Frozen; its fields are explained in docs/certificate_format.md.
 
     ``epsilon``, ``delta``, ``mu`` are those of ``compared_to``; ``retrained`` and ``centre`` give
-    both choices; ``releasable`` is False for seeded noise.
+    both choices; ``releasable`` is False where a warning begins with "Not for release".
     """
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """Plain data: the fields that this certificate's version has."""
+        given: dict[str, Any] = {"exclude_unset": True} | options
+        return super().model_dump(**given)
 
     @property
     def method(self) -> Recipe:
@@ -135,7 +141,7 @@ def parse(data: bytes) -> Certificate:
     >>> parse(b"{}")
     Traceback (most recent call last):
     ...
-    expunge.errors.CertificateError: schema_version is None; this version of expunge reads 1
+    expunge.errors.CertificateError: schema_version is None; this version of expunge reads 1 and 2
     """
     try:
         plain = json.loads(data.decode("utf-8"))
@@ -144,14 +150,19 @@ def parse(data: bytes) -> Certificate:
     if not isinstance(plain, dict):
         raise CertificateError("a certificate must be a JSON object")
     version = cast(dict[str, object], plain).get("schema_version")
-    if type(version) is not int or version != SCHEMA_VERSION:
+    if type(version) is not int or version not in (1, SCHEMA_VERSION):
         shown = str(version)[:40]
         raise CertificateError(
-            f"schema_version is {shown}; this version of expunge reads {SCHEMA_VERSION}"
+            f"schema_version is {shown}; this version of expunge reads 1 and {SCHEMA_VERSION}"
         )
     try:
         certificate = Certificate.model_validate_json(data)
         read_recipe(certificate)
+        misplaced = find_misplaced(certificate, version)
+        if version == 1 and certificate.gradient_evaluations is None:
+            misplaced.append("gradient_evaluations is missing")
+        if misplaced:
+            raise CertificateError(f"the certificate is not usable: {misplaced[0]}")
         if certificate.problem is not None:
             Problem(**certificate.problem.model_dump())
         rfc8785.dumps(certificate.model_dump(mode="json"))
@@ -172,11 +183,16 @@ def certify(
     delta: float,
     compared_to: ComparedTo = "retrained",
     parent: Certificate | None = None,
+    releases: int = 1,
+    accept_unchecked: bool = False,
 ) -> Certificate:
     """The certificate of a run at δ; an :class:`UnlearningError` says why there can be none.
 
     ``parent`` is the certificate of the model this run started from, when that model was itself
-    unlearned: its released weights must be the record's ``weights_before``.
+    unlearned: its released weights must be the record's ``weights_before``. ``releases`` counts the
+    released noisy runs of the same old model, this one included. A run whose forget and retained
+    data were not checked against each other is not releasable unless ``accept_unchecked``, which
+    the certificate then states.
 
     >>> from expunge.certificates.record import Trace
     >>> record = RunRecord(
@@ -191,14 +207,47 @@ def certify(
     >>> round(certificate.epsilon, 4), certificate.compared_to, certificate.releasable
     (1.0, 'retrained', False)
     """
-    check_delta(delta)
-    problems = [*find_contradictions(record), *_find_broken_links(record, parent)]
+    if parent is None and record.parent is not None:
+        raise UnlearningError(
+            f"this run cannot be certified: it names the parent {record.parent}, which must be "
+            "given to check the chain"
+        )
+    certificate = derive(
+        record,
+        delta=delta,
+        compared_to=compared_to,
+        parent=None if parent is None else record.parent or parent.sha256,
+        releases=releases,
+        accept_unchecked=accept_unchecked,
+    )
+    problems = [] if parent is None else check_link(certificate, parent)
     if problems:
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
-    releases = record.execution.releases
+    if isinstance(record.recipe, GroupDPSGD):
+        _confirm(record.recipe, certificate)
+    return certificate
+
+
+def derive(
+    record: RunRecord,
+    *,
+    delta: float,
+    compared_to: ComparedTo,
+    parent: str | None,
+    releases: int,
+    accept_unchecked: bool,
+    version: int = SCHEMA_VERSION,
+) -> Certificate:
+    """The certificate that follows from a record; ``parent`` is the hash of the parent's file."""
+    check_delta(delta)
+    told = Execution(releases=releases)
+    execution = replace(record.execution, releases=max(told.releases, record.execution.releases))
+    problems = find_contradictions(replace(record, execution=execution))
+    if problems:
+        raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
     found, ideal = (
-        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=execution)
-        for execution in (record.execution, Execution(releases=releases))
+        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=ran)
+        for ran in (execution, Execution(releases=execution.releases))
     )
     bounds = [b.epsilon for b in (found.retrained, found.centre) if b is not None]
     if not max(bounds) <= MAX_EPSILON:
@@ -206,13 +255,13 @@ def certify(
             f"this run certifies nothing at delta = {delta}: epsilon is {max(bounds):g}, "
             f"and above {MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
         )
-    if isinstance(record.recipe, GroupDPSGD):
-        _confirm(record.recipe, found)
-    plain = _describe_run(record, parent) | _describe_guarantee(record, found, ideal)
-    return _complete(plain)
+    plain = _describe_run(record, parent) | _describe_guarantee(record, execution, found, ideal)
+    if version > 1:
+        _describe_checks(plain, record)
+    return _complete(plain, version, accept_unchecked)
 
 
-def _confirm(recipe: GroupDPSGD, found: Guarantee) -> None:
+def _confirm(recipe: GroupDPSGD, found: Certificate) -> None:
     """Refuse a claim about DP-SGD that its second computation cannot confirm."""
     from expunge.certificates.second_accountant import recompute
 
@@ -224,51 +273,35 @@ def _confirm(recipe: GroupDPSGD, found: Guarantee) -> None:
         raise UnlearningError("this run cannot be certified: the two accountants disagree")
 
 
-def check_link(child: Mapping[str, str | None], parent: Certificate) -> list[str]:
-    """What breaks the chain from ``child`` (parent, before, frozen) to its parent, if anything.
+def check_link(child: Certificate, parent: Certificate) -> list[str]:
+    """What breaks the chain from ``child`` to its parent, if anything.
 
-    A frozen part is public, so it must have been just as public in the parent.
+    What is public must have been just as public in the parent, unless it was compared.
     """
-    found: list[str] = []
-    if child["parent"] != parent.sha256:
+    w, before, found = child.weights, parent.weights, list[str]()
+    if child.parent != parent.sha256:
+        found.append(f"parent is {child.parent}, but the SHA-256 of the parent is {parent.sha256}")
+    if w.before != before.after:
         found.append(
-            f"parent is {child['parent']}, but the SHA-256 of the parent is {parent.sha256}"
+            f"the run started from weights {w.before}, but the parent released {before.after}"
         )
-    if child["before"] != parent.weights.after:
-        found.append(
-            f"the run started from weights {child['before']}, but the parent released "
-            f"{parent.weights.after}"
-        )
-    if child["frozen"] != parent.weights.frozen:
-        found.append(
-            f"the frozen part is {child['frozen']}, but the parent's was {parent.weights.frozen}"
-        )
-    return found
-
-
-def _find_broken_links(record: RunRecord, parent: Certificate | None) -> list[str]:
-    if parent is None:
-        if record.parent is None:
-            return []
-        return [f"it names the parent {record.parent}, which must be given to check the chain"]
-    child = {
-        "parent": record.parent or parent.sha256,
-        "before": record.weights_before,
-        "frozen": record.frozen,
-    }
-    found = check_link(child, parent)
-    if record.centre is not None and record.centre == parent.weights.after:
+    ours, theirs = (x.frozen if x.public is None else x.public.hash for x in (w, before))
+    if ours != theirs and not (w.public is not None and w.public.compared):
+        found.append(f"the frozen part is {ours}, but the parent's was {theirs}")
+    if w.centre is not None and w.centre == before.after:
         found.append("the centre is the parent's released model, which saw the forget data")
     return found
 
 
-def _describe_guarantee(record: RunRecord, found: Guarantee, ideal: Guarantee) -> dict[str, Any]:
+def _describe_guarantee(
+    record: RunRecord, execution: Execution, found: Guarantee, ideal: Guarantee
+) -> dict[str, Any]:
     def bound(value: Bound | None) -> dict[str, Any] | None:
         return None if value is None else asdict(value)
 
     survival = found.survival_bound
     if survival is None:  # no old model to start from: the run without the forget set stands in
-        survival = min(math.exp(log_delta(record.recipe, 0.0, execution=record.execution)), 1.0)
+        survival = min(math.exp(log_delta(record.recipe, 0.0, execution=execution)), 1.0)
     return {
         "epsilon": found.epsilon,
         "delta": found.delta,
@@ -280,16 +313,16 @@ def _describe_guarantee(record: RunRecord, found: Guarantee, ideal: Guarantee) -
         "survival_bound": survival,
         "finite_precision": {
             "grid": record.grid,
-            "rounding": record.execution.rounding,
-            "tail_delta": record.execution.tail_delta,
+            "rounding": execution.rounding,
+            "tail_delta": execution.tail_delta,
             "ideal_epsilon": ideal.epsilon,
             "epsilon_cost": max(found.epsilon - ideal.epsilon, 0.0),
         },
-        "releases": record.execution.releases,
+        "releases": execution.releases,
     }
 
 
-def _describe_run(record: RunRecord, parent: Certificate | None) -> dict[str, Any]:
+def _describe_run(record: RunRecord, parent: str | None) -> dict[str, Any]:
     """What may be published: nothing here is a function of the old model that no noise covers."""
     finetune = None if record.finetune is None else asdict(record.finetune)
     if finetune is not None and record.finetune is not None:
@@ -324,7 +357,7 @@ def _describe_run(record: RunRecord, parent: Certificate | None) -> dict[str, An
         "dtype": record.dtype,
         "versions": dict(record.versions),
         "created": record.created,
-        "parent": None if parent is None else parent.sha256,
+        "parent": parent,
         "record": record.digest(),
     }
 
@@ -340,27 +373,44 @@ def describe_schedule(recipe: Recipe) -> list[dict[str, float]]:
 def _publish(commitment: Commitment | None) -> dict[str, Any] | None:
     if commitment is None:
         return None
-    plain = asdict(commitment)
-    del plain["salt"]
-    return plain
+    return {name: getattr(commitment, name) for name in ("algorithm", "root", "count")}
 
 
-def _complete(plain: dict[str, Any]) -> Certificate:
+def _describe_checks(plain: dict[str, Any], record: RunRecord) -> None:
+    """Add what version 2 says beyond version 1, and take out what depends on the forget set."""
+    sets = [(plain["data"]["forget"], record.forget), (plain["data"]["retain"], record.retain)]
+    if record.finetune is not None:
+        plain["finetune"]["checked"] = record.finetune.checked
+        sets.append((plain["finetune"]["data"], record.finetune.data))
+    for published, commitment in sets:
+        if commitment is not None:
+            published["samples"] = commitment.samples
+    plain["data"]["checked"] = record.checked
+    plain["weights"]["public"] = None if record.public is None else asdict(record.public)
+    if isinstance(record.recipe, GroupDPSGD):  # sizes of Poisson samples tell who was in them
+        plain["gradient_evaluations"] = None
+
+
+def _complete(plain: dict[str, Any], version: int, accept_unchecked: bool) -> Certificate:
     """Add what follows from the rest: scope, warnings, digest."""
     empty = {"covered": [], "not_covered": [], "assumptions": [], "void_if": []}
+    accepted = {"accepted_unchecked": accept_unchecked} if version > 1 else {}
     draft = parse(
         rfc8785.dumps(
             plain
-            | {"schema_version": SCHEMA_VERSION, "releasable": False, "warnings": []}
+            | {"schema_version": version, "releasable": False, "warnings": []}
             | {"scope": empty, "digest": _BLANK, "signature": None}
+            | accepted
         )
     )
+    if accept_unchecked and not find_unchecked(draft):
+        draft = draft.model_copy(update={"accepted_unchecked": False})
     warnings = find_warnings(draft)
     draft = draft.model_copy(
         update={
             "scope": derive_scope(draft),
             "warnings": warnings,
-            "releasable": not warnings,
+            "releasable": allows_release(warnings),
         }
     )
     return draft.model_copy(update={"digest": draft.compute_digest()})

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from itertools import groupby
 
 import numpy as np
 
-from expunge.accounting.precision import bound_descent_rounding, find_disagreements
+from expunge.accounting.guarantee import is_exact
+from expunge.accounting.precision import (
+    bound_descent_rounding,
+    bound_solution_rounding,
+    find_disagreements,
+)
 from expunge.certificates.record import RunRecord, Trace
 from expunge.certificates.second_accountant import MAX_MIXING_STEPS
 from expunge.recipes import (
     STATED,
+    ConvexHeadRecipe,
+    ExactStatistics,
     GradientClipping,
     GroupDPSGD,
     ModelClipping,
@@ -36,6 +43,8 @@ def find_contradictions(record: RunRecord) -> list[str]:
     recipe = record.recipe
     found = [*_check_noise_source(record), *_check_weights(record), *check_time(record.created)]
     found += check_start(recipe, record.start)
+    if isinstance(recipe, ExactStatistics | ConvexHeadRecipe) and record.statistics is None:
+        found.append("statistics is missing: it says what the head was computed from")
     if record.parameters < 1:
         found.append("parameters is 0: nothing was certified")
     if isinstance(recipe, ModelClipping) and recipe.steps > MAX_MIXING_STEPS:
@@ -63,6 +72,8 @@ def least_rounding(recipe: Recipe, problem: Problem | None, grid: float, paramet
             return 2 * grid * math.sqrt(parameters)
         case NoisyDescent() | RewindToDelete() if grid > 0:
             return bound_descent_rounding(recipe, problem or STATED, grid, parameters)
+        case ConvexHeadRecipe():
+            return bound_solution_rounding(grid, parameters)
         case _:
             return 0.0
 
@@ -80,6 +91,8 @@ def expand_schedule(recipe: Recipe) -> list[tuple[float, float]]:
     """
     match recipe:
         case OutputPerturbation(noise_std=sigma):
+            return [(0.0, sigma)]
+        case ConvexHeadRecipe(noise_std=sigma) if sigma > 0:
             return [(0.0, sigma)]
         case GradientClipping(steps=T) | ModelClipping(steps=T):
             rates, sigmas = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
@@ -107,7 +120,7 @@ def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
             return [(recipe.train_steps, rate, 0.0), (1, 0.0, sigma)]
         case GroupDPSGD(steps=T, noise_multiplier=multiplier, clip=C):
             return [(T, 0.0, multiplier * C)]
-        case Retraining():
+        case Retraining() | ExactStatistics() | ConvexHeadRecipe(noise_std=0.0):
             return []
         case _:
             pass
@@ -117,7 +130,7 @@ def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
 
 def _check_noise_source(record: RunRecord) -> list[str]:
     source, found = record.noise.get("source"), list[str]()
-    if isinstance(record.recipe, Retraining):
+    if is_exact(record.recipe):
         return found
     if source == "none":
         found.append("noise.source is 'none', but the recipe draws noise")
@@ -162,7 +175,7 @@ def _check_weights(record: RunRecord) -> list[str]:
     if (record.buffers == "none") != (len(record.buffer_names) == 0):
         found.append(f"buffers is {record.buffers!r} with {len(record.buffer_names)} buffers named")
     unexplained = record.finetune is None and record.buffers != "reset"
-    noisy = not isinstance(record.recipe, Retraining)
+    noisy = not is_exact(record.recipe)
     if unexplained and noisy and record.weights_noisy != record.weights_after:
         found.append("the weights changed after the last noise, but no fine-tuning is recorded")
     return found
@@ -173,19 +186,22 @@ def check_start(recipe: Recipe, start: str) -> list[str]:
     trains = isinstance(recipe, GroupDPSGD | NoisyDescent | RewindToDelete)
     if trains and start != "fresh":
         return [f"start is {start!r}; training begins at a 'fresh' one"]
-    if start == "fresh" and not trains and not isinstance(recipe, Retraining):
+    if start == "fresh" and not trains and not is_exact(recipe):
         return ["start is 'fresh'; this method starts from a model or from the centre"]
     return []
 
 
 def check_time(created: str) -> list[str]:
-    """A sentence unless this is an ISO 8601 time in UTC."""
+    """A sentence unless this is an ISO 8601 time in UTC, and not far in the future."""
     try:
-        offset = datetime.fromisoformat(created).utcoffset()
+        time = datetime.fromisoformat(created)
     except ValueError:
-        offset = None
-    valid = "an ISO 8601 time in UTC"
-    return [] if offset == timedelta(0) else [f"created is {created!r}; it must be {valid}"]
+        time = datetime.min
+    if time.utcoffset() != timedelta(0):
+        return [f"created is {created!r}; it must be an ISO 8601 time in UTC"]
+    if time.year > datetime.now(UTC).year + 10:
+        return [f"created is {created!r}; it must not be more than ten years ahead"]
+    return []
 
 
 def _check_trace(trace: Trace, parameters: int, recipe: Recipe) -> list[str]:

@@ -1,4 +1,4 @@
-"""One hash for a set of named tensors, in memory or in a safetensors file, without torch.
+"""One hash for a set of named tensors, in memory or in safetensors files, without torch.
 
 With H = SHA-256, each tensor has a leaf and the set has a root:
 
@@ -7,14 +7,9 @@ With H = SHA-256, each tensor has a leaf and the set has a root:
     root = H("expunge/tensors-1\0" ‖ count as 8 bytes ‖ leaves in ascending order)
 
 Leaves may be computed anywhere and in any order, so one process and many that hold a part of the
-tensors each give the same root. Dtype names are those of safetensors (F32, BF16, …).
-
-Weights in several safetensors files and an index, as Hugging Face lays them out, without torch.
-
-``model-00001-of-00003.safetensors`` … hold the tensors, ``model.safetensors.index.json`` says which
-is where. The hash is that of the tensors, whatever files they are in: the leaves are the same, and
-so is the root. Every byte is pinned, as in one file: each header and the index must be as we write
-them.
+tensors each give the same root, and so do one file and several with an index, as Hugging Face lays
+them out. Every byte of the files is pinned: headers and index must be as we write them. Dtype names
+are those of safetensors (F32, BF16, …).
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from expunge.errors import CertificateError, InputError
-from expunge.files import read_limited, write_atomic
+from expunge.files import open_regular, read_limited, write_atomic
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -145,22 +140,13 @@ def hash_file(path: str | Path) -> tuple[str, Layout]:
 
 def hash_leaves(path: str | Path) -> tuple[list[bytes], Layout]:
     """The leaves of a safetensors file, which may be one of several, and its layout."""
-    with open_weights(path) as file:
+    with open_regular(path, "weights") as file:
         layout = read_layout(file, path)
         leaves = [
             hash_leaf(e.name, e.dtype, e.shape, _chunks(file, e.length, path))
             for e in layout.entries
         ]
     return leaves, layout
-
-
-def open_weights(path: str | Path) -> BufferedReader:
-    """A weights file, opened; a sentence if it cannot be."""
-    try:
-        return Path(path).open("rb")
-    except OSError as error:
-        reason = (error.strerror or type(error).__name__).lower()
-        raise CertificateError(f"weights {path} cannot be read: {reason}") from None
 
 
 def read_layout(file: BufferedReader, path: str | Path) -> Layout:
@@ -198,7 +184,10 @@ def serialise_header(entries: Iterable[Entry], metadata: Mapping[str, str] | Non
     for e in entries:
         offsets = [e.offset, e.offset + e.length]
         plain[e.name] = {"dtype": e.dtype, "shape": list(e.shape), "data_offsets": offsets}
-    text = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    try:
+        text = json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError.of("tensor name", error.object[error.start], "text in Unicode") from None
     return text + b" " * (-len(text) % 8)
 
 
@@ -211,19 +200,14 @@ def write_safetensors(
 
     The tensors keep the order safetensors itself uses: widest dtype first, then by name.
     """
-    order = {dtype: -place for place, dtype in enumerate(DTYPES)}
-    entries: list[Entry] = []
-    offset = 0
-    for name in sorted(tensors, key=lambda name: (order.get(tensors[name][0], 0), name)):
-        dtype, shape, data = tensors[name]
-        length = memoryview(data).nbytes
+    for name, (dtype, shape, data) in tensors.items():
+        length, expected = memoryview(data).nbytes, tensor_bytes(dtype, shape)
         if name == "__metadata__":
             raise InputError.of("tensor name", name, "another name: this one is reserved")
-        if length != tensor_bytes(dtype, shape):
-            expected = tensor_bytes(dtype, shape)
+        if length != expected:
             raise InputError.of(f"bytes of {name}", length, f"{expected} for {dtype} {list(shape)}")
-        entries.append(Entry(name, dtype, tuple(int(n) for n in shape), offset, length))
-        offset += length
+    described = (Described(n, d, tuple(map(int, s))) for n, (d, s, _) in tensors.items())
+    entries = _lay_out(_order(described))
     header = serialise_header(entries, metadata)
     if len(header) > MAX_HEADER_BYTES:
         raise InputError.of("header size", len(header), f"at most {MAX_HEADER_BYTES} bytes")
@@ -251,6 +235,7 @@ def _parse_header(
 ) -> tuple[Mapping[str, object], Mapping[str, str] | None]:
     try:
         parsed = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+        json.dumps(parsed, ensure_ascii=False).encode("utf-8")  # a lone surrogate cannot be written
     except (ValueError, RecursionError) as error:
         raise CertificateError(f"weights {path} have an unusable header: {error}") from None
     if not isinstance(parsed, dict):
@@ -338,11 +323,7 @@ def write_files(
     layouts: dict[str, tuple[Entry, ...]] = {}
     for number, tensors in enumerate(files, 1):
         name = name_file(number, len(files))
-        entries: list[Entry] = []
-        offset = 0
-        for tensor in tensors:
-            entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, offset, tensor.length))
-            offset += tensor.length
+        entries = _lay_out(tensors)
         header = serialise_header(entries, metadata)
         front = len(header).to_bytes(8, "little") + header
         write_atomic(folder / name, _stream(front, tensors, read))
@@ -381,7 +362,7 @@ def hash_index(path: str | Path) -> tuple[str, dict[str, Layout]]:
     layouts: dict[str, Layout] = {}
     leaves: list[bytes] = []
     for name in sorted(set(places.values())):
-        if Path(name).name != name:
+        if not name or Path(name).name != name:
             raise CertificateError(f"weights index {path} names {name!r}, a file elsewhere")
         found, layouts[name] = hash_leaves(Path(path).with_name(name))
         leaves += found
@@ -407,6 +388,16 @@ def _order(tensors: Iterable[Described]) -> list[Described]:
     """As safetensors keeps them: widest dtype first, then by name."""
     order = {dtype: -place for place, dtype in enumerate(DTYPES)}
     return sorted(tensors, key=lambda tensor: (order[tensor.dtype], tensor.name))
+
+
+def _lay_out(tensors: Iterable[Described]) -> list[Entry]:
+    """One after the other, without gaps."""
+    entries: list[Entry] = []
+    offset = 0
+    for tensor in tensors:
+        entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, offset, tensor.length))
+        offset += tensor.length
+    return entries
 
 
 def _stream(

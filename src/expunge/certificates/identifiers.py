@@ -1,21 +1,24 @@
-"""Identifiers of samples: as text, as a commitment that hides them, and two sets kept apart."""
+"""Identifiers of people or samples: as text, as a commitment that hides them, two sets kept apart.
+
+An identifier is text in Unicode's normal form C; a whole number is its decimal digits. One
+identifier may stand on many samples: sets are of distinct identifiers, samples are counted beside.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import secrets
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any, cast
-
-import numpy as np
+from typing import Any
 
 from expunge.errors import InputError
 
-_ALGORITHM = "sha256-salted-set-1"
+ALGORITHM = "sha256-salted-set-2"
+_WITHOUT_NFC = "sha256-salted-set-1"
 
 
 @dataclass(frozen=True)
@@ -23,50 +26,53 @@ class Commitment:
     """A salted hash of a set of identifiers: binding, and hiding while the salt is secret.
 
     With H = SHA-256, ``leaf_i = H("expunge/id\\0" ‖ salt ‖ utf8(id_i))`` and
-    ``root = H("expunge/ids\\0" ‖ salt ‖ count as 8 bytes ‖ leaves in ascending order)``.
-    ``salt`` is None in a certificate: there the set can be neither read nor guessed.
+    ``root = H("expunge/ids\\0" ‖ salt ‖ count as 8 bytes ‖ leaves in ascending order)``, over the
+    distinct identifiers. ``samples`` counts what carried them (None in commitments of version 1,
+    whose identifiers were not normalised either). ``salt`` is None in a certificate: there the set
+    can be neither read nor guessed.
     """
 
     root: str
     count: int
     salt: str | None
-    algorithm: str = _ALGORITHM
+    algorithm: str = ALGORITHM
+    samples: int | None = None
 
     def __post_init__(self) -> None:
         check_digest("root", self.root)
         if self.salt is not None:
             check_digest("salt", self.salt)
-        if self.algorithm != _ALGORITHM:
-            raise InputError.of("algorithm", self.algorithm, repr(_ALGORITHM))
+        if self.algorithm not in (ALGORITHM, _WITHOUT_NFC):
+            raise InputError.of("algorithm", self.algorithm, repr(ALGORITHM))
         check_count("count", self.count)
+        if self.samples is not None:
+            check_count("samples", self.samples)
 
     def withhold_salt(self) -> Commitment:
         """The same commitment, as it may be published."""
         return replace(self, salt=None)
 
 
-def commit(ids: Iterable[str | int], salt: str | None = None) -> Commitment:
-    """Commit to a set of identifiers; their order does not matter, duplicates are refused.
+def commit(
+    ids: Iterable[Any], salt: str | None = None, *, samples: int | None = None
+) -> Commitment:
+    """Commit to the set of distinct identifiers; neither order nor repetition matters to it.
 
-    >>> commit(["b", "a"], salt="00" * 32) == commit(["a", "b"], salt="00" * 32)
-    True
+    ``samples`` is how many samples carry them; without it, each identifier given stands for one.
+
+    >>> one, two = commit(["b", "a", "a"], "00" * 32), commit(["a", "b"], "00" * 32)
+    >>> one.root == two.root, one.count, one.samples, two.samples
+    (True, 2, 3, 2)
     """
     salt = secrets.token_hex(32) if salt is None else salt
     check_digest("salt", salt)
-    prefix, sha256 = b"expunge/id\0" + bytes.fromhex(salt), hashlib.sha256
-    names = [given if type(given) is str else _identifier(given) for given in ids]
-    if len(set(names)) < len(names):
-        twice = next(name for name, count in Counter(names).items() if count > 1)
-        raise InputError.of("ids", twice, "a set: this identifier occurs twice")
-    leaves = sorted(
-        sha256(prefix + name.encode("utf-8", "surrogatepass")).digest() for name in names
-    )
-    header = b"expunge/ids\0" + bytes.fromhex(salt) + len(leaves).to_bytes(8, "little")
-    root = hashlib.sha256(header + b"".join(leaves)).hexdigest()
-    return Commitment(root=root, count=len(leaves), salt=salt)
+    names = read_ids(ids)
+    counted = len(names) if samples is None else samples
+    root, count = _hash_set(set(names), salt)
+    return Commitment(root=root, count=count, salt=salt, samples=counted)
 
 
-def opens(commitment: Commitment, ids: Iterable[str | int]) -> bool:
+def opens(commitment: Commitment, ids: Iterable[Any]) -> bool:
     """Whether ``ids`` is the set that was committed to.
 
     >>> opens(commit(["a", "b"]), ["b", "a"]), opens(commit(["a"]), ["b"])
@@ -74,54 +80,67 @@ def opens(commitment: Commitment, ids: Iterable[str | int]) -> bool:
     """
     if commitment.salt is None:
         raise InputError("salt is withheld in this commitment; open the one in the record instead")
-    return commit(ids, commitment.salt) == commitment
-
-
-def _identifier(given: object) -> str:
-    match given:
-        case str():
-            return given
-        case Integral() if given is not True and given is not False:
-            return str(int(given))
-        case _:
-            pass
-    raise InputError.of("ids", given, "strings or whole numbers")
+    old = commitment.algorithm == _WITHOUT_NFC
+    names = set(map(_read_text, _list(ids)) if old else read_ids(ids))
+    return _hash_set(names, commitment.salt) == (commitment.root, commitment.count)
 
 
 def commit_disjoint(
-    forget_ids: Iterable[str | int] | None, retain_ids: Iterable[str | int] | None
+    forget_ids: Iterable[Any] | None, retain_ids: Iterable[Any] | None
 ) -> tuple[Commitment | None, Commitment | None]:
-    """Commitments to both sets, which must be disjoint; identifiers are compared as text."""
-    forget = None if forget_ids is None else _plain(forget_ids)
-    retain = None if retain_ids is None else _plain(retain_ids)
-    if forget is not None and retain is not None:
-        both = {str(i) for i in forget}.intersection(map(str, retain))
-        if both:
-            raise InputError(
-                f"retain_ids holds {min(both)!r}, which is in forget_ids too "
-                f"({len(both)} in all); the retained data must not hold what is forgotten"
-            )
+    """Commitments to both sets, which must be disjoint; a request must name someone."""
+    forget, retain = read_names(forget_ids), read_names(retain_ids)
+    if forget is not None and not forget:
+        raise InputError.of("forget_ids", [], "one identifier or more")
+    both = set(forget or ()).intersection(retain or ())
+    if both:
+        raise InputError(
+            f"retain_ids holds {min(both)!r}, which is in forget_ids too "
+            f"({len(both)} in all); the retained data must not hold what is forgotten"
+        )
     return (
         None if forget is None else commit(forget),
         None if retain is None else commit(retain),
     )
 
 
-def _plain(ids: Iterable[Any]) -> Sequence[str | int]:
-    if hasattr(ids, "tolist"):
-        return cast(Any, ids).tolist()
-    return [str(value) if isinstance(value, np.str_) else value for value in ids]
+def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
+    """Identifiers as text, whatever holds them: a list, an array, a tensor, a column.
 
-
-def read_names(ids: Any) -> tuple[str, ...] | None:
-    """Identifiers as text, whatever holds them; None if there are none.
-
-    >>> read_names(np.arange(2)), read_names(np.array(["a"])), read_names(None)
-    (('0', '1'), ('a',), None)
+    >>> read_ids([7, "e\\u0301"]) == ("7", "\\u00e9")
+    True
     """
-    if ids is None:
-        return None
-    return tuple(map(str, ids.tolist() if hasattr(ids, "tolist") else ids))
+    return tuple(unicodedata.normalize("NFC", _read_text(given)) for given in _list(ids))
+
+
+def read_names(ids: Iterable[Any] | None) -> tuple[str, ...] | None:
+    """:func:`read_ids`, and None for None."""
+    return None if ids is None else read_ids(ids)
+
+
+def _list(ids: Any) -> Iterable[object]:
+    if isinstance(ids, str | bytes):
+        raise InputError.of("ids", ids, "a list of identifiers, not one text")
+    return ids.tolist() if hasattr(ids, "tolist") else ids
+
+
+def _read_text(given: object) -> str:
+    match given:
+        case str():
+            return str(given)
+        case Integral() if given is not True and given is not False:
+            return str(int(given))
+        case _:
+            raise InputError.of("ids", given, "strings or whole numbers")
+
+
+def _hash_set(names: set[str], salt: str) -> tuple[str, int]:
+    prefix, sha256 = b"expunge/id\0" + bytes.fromhex(salt), hashlib.sha256
+    leaves = sorted(
+        sha256(prefix + name.encode("utf-8", "surrogatepass")).digest() for name in names
+    )
+    header = b"expunge/ids\0" + bytes.fromhex(salt) + len(leaves).to_bytes(8, "little")
+    return sha256(header + b"".join(leaves)).hexdigest(), len(leaves)
 
 
 def check_digest(name: str, value: object) -> None:

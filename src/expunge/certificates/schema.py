@@ -1,7 +1,9 @@
 """The certificate's wire format as strict, closed, frozen models, and the JSON Schema they give.
 
 ``docs/certificate_format.md`` explains every field. A radius that does not clip is written "inf".
-The schema file is made by ``python -m expunge.certificates.schema`` and tested equal to these classes.
+A field with a default came with version 2: a certificate of version 2 has all of them, one of
+version 1 none. ``certificate-2.json`` is made by ``python -m expunge.certificates.schema`` and
+tested equal to these classes; ``certificate-1.json`` is kept as it was published.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from expunge.recipes import METHODS, Kind, Recipe, describe_fields
 
-SCHEMA_VERSION = 1
-SCHEMA_PATH = Path(__file__).parent / "certificate-1.json"
+SCHEMA_VERSION = 2
+SCHEMA_PATH = Path(__file__).parent / "certificate-2.json"
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Real = Annotated[float, Field(ge=0)]
@@ -29,7 +31,13 @@ ComparedTo = Literal["retrained", "centre"]
 class Wire(BaseModel):
     """What every part has in common: nothing unknown, nothing coerced, nothing changed later."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class RecipeWire(Wire):
@@ -108,6 +116,15 @@ class NoiseWire(Wire):
     keys: Count
 
 
+class PublicWire(Wire):
+    """The released tensors that are not certified: compared with ``source``, or only declared."""
+
+    names: tuple[str, ...]
+    compared: bool
+    source: str
+    hash: Digest
+
+
 class WeightsWire(Wire):
     """Tree hashes of named tensors. ``before`` is null unless a parent certificate names it."""
 
@@ -117,19 +134,24 @@ class WeightsWire(Wire):
     centre: Digest | None
     frozen: Digest | None
     frozen_names: tuple[str, ...]
+    public: PublicWire | None = None
 
 
 class CommitmentWire(Wire):
     """A commitment to a set of identifiers; its salt stays in the record."""
 
-    algorithm: Literal["sha256-salted-set-1"]
+    algorithm: Literal["sha256-salted-set-1", "sha256-salted-set-2"]
     root: Digest
     count: Count
+    samples: Count | None = None
 
 
 class DataWire(Wire):
+    """``checked``: both sets of identifiers were known, as many as data, and are disjoint."""
+
     forget: CommitmentWire | None
     retain: CommitmentWire | None
+    checked: bool = False
 
 
 class BuffersWire(Wire):
@@ -146,6 +168,7 @@ class FineTuningWire(Wire):
     schedule: str
     gradient_evaluations: Count
     data: CommitmentWire | None
+    checked: bool = False
 
 
 class ScopeWire(Wire):
@@ -166,9 +189,9 @@ class SignatureWire(Wire):
 
 
 class CertificateWire(Wire):
-    """A certificate of unlearning, schema version 1."""
+    """A certificate of unlearning."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[1, 2]
     epsilon: Real
     delta: Annotated[float, Field(gt=0, lt=1)]
     mu: Real | None
@@ -193,7 +216,7 @@ class CertificateWire(Wire):
     data: DataWire
     buffers: BuffersWire
     finetune: FineTuningWire | None
-    gradient_evaluations: Count
+    gradient_evaluations: Count | None
     resumed: Count
     device: str
     dtype: str
@@ -203,6 +226,20 @@ class CertificateWire(Wire):
     record: Digest
     digest: Digest
     signature: SignatureWire | None
+    accepted_unchecked: bool = False
+
+
+def find_misplaced(part: Wire, version: int) -> list[str]:
+    """Fields of version 2 in a certificate of version 1, or missing in one of version 2."""
+    found: list[str] = []
+    for name, info in type(part).model_fields.items():
+        given = name in part.model_fields_set
+        if not info.is_required() and given != (version > 1):
+            found.append(f"{name} {'belongs to version 2' if given else 'is missing'}")
+        value = getattr(part, name)
+        if isinstance(value, Wire):
+            found += find_misplaced(value, version)
+    return found
 
 
 def build_schema() -> dict[str, Any]:
@@ -213,9 +250,11 @@ def build_schema() -> dict[str, Any]:
     """
     head = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "$id": "urn:expunge:certificate:1",
+        "$id": f"urn:expunge:certificate:{SCHEMA_VERSION}",
     }
-    return head | CertificateWire.model_json_schema() | {"title": "Certificate of unlearning"}
+    schema = CertificateWire.model_json_schema(mode="serialization")
+    schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION, "type": "integer"}
+    return head | schema | {"title": "Certificate of unlearning"}
 
 
 def main() -> None:

@@ -19,6 +19,15 @@ from expunge.errors import InputError
 from expunge.files import read_limited
 
 MAX_KEY_BYTES = 100_000
+_P = 2**255 - 19
+# y of the points whose order divides 8: under such a key one signature fits many messages.
+_SMALL_ORDER = frozenset(
+    int.from_bytes(bytes.fromhex(y), "little")
+    for y in (
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+    )
+) | {0, 1, _P - 1}
 
 
 def generate_key_pair() -> tuple[bytes, bytes]:
@@ -64,11 +73,26 @@ def read_public_key(public_key: bytes | str | Path) -> str:
         raise InputError(f"public key cannot be used: {error}") from None
     if not isinstance(key, Ed25519PublicKey):
         raise InputError.of("public key", type(key).__name__, "an Ed25519 key in PEM format")
-    return key.public_bytes_raw().hex()
+    found = key.public_bytes_raw().hex()
+    if is_degenerate(found):
+        raise InputError.of("public key", found, "a point of large order: this one binds nobody")
+    return found
+
+
+def is_degenerate(public_key: str) -> bool:
+    """Whether a raw key in hexadecimal is of small order or not in canonical form.
+
+    >>> is_degenerate("01" + "00" * 31), is_degenerate(read_public_key(generate_key_pair()[1]))
+    (True, False)
+    """
+    y = int.from_bytes(bytes.fromhex(public_key), "little") % 2**255  # without the sign of x
+    return y >= _P or y in _SMALL_ORDER
 
 
 def holds(value: str, public_key: str, message: bytes) -> bool:
     """Whether ``value`` is this key's signature of the message."""
+    if is_degenerate(public_key):
+        return False
     try:
         key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
         key.verify(bytes.fromhex(value), message)

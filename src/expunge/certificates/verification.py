@@ -1,18 +1,19 @@
 """Check a certificate: recompute every number and every hash, and name each thing that differs.
 
 Needs the certificate and the weights it covers, and neither torch nor the data. The numbers are
-recomputed by ``expunge.certificates.second_accountant``, which shares no formula with the accountant that wrote
-them. A certificate that does not hold is a :class:`VerificationError` (exit code 1); one that
-cannot be read is a :class:`CertificateError` (exit code 2).
+recomputed by ``expunge.certificates.second_accountant``, which shares no formula with the
+accountant that wrote them. A certificate that does not hold is a :class:`VerificationError` (exit
+code 1); one that cannot be read is a :class:`CertificateError` (exit code 2).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from expunge.accounting.guarantee import has_centre, theorem
 from expunge.accounting.precision import find_disagreements
@@ -20,6 +21,7 @@ from expunge.certificates.certificate import (
     MAX_BYTES,
     Certificate,
     check_link,
+    derive,
     describe_schedule,
     parse,
 )
@@ -27,15 +29,14 @@ from expunge.certificates.consistency import (
     check_start,
     check_time,
     count_keys,
-    find_contradictions,
     least_rounding,
 )
 from expunge.certificates.hashing import find_weights, hash_file, hash_index, serialise_header
 from expunge.certificates.record import RunRecord
 from expunge.certificates.second_accountant import recompute
 from expunge.certificates.signing import holds, read_public_key
-from expunge.certificates.wording import derive_scope, find_warnings
-from expunge.errors import InputError, VerificationError
+from expunge.certificates.wording import allows_release, derive_scope, find_warnings
+from expunge.errors import InputError, UnlearningError, VerificationError
 from expunge.files import read_limited
 from expunge.recipes import (
     STATED,
@@ -67,8 +68,8 @@ def verify(
     the index of several files).
 
     ``public_key`` (PEM bytes or file) is the key it must be signed with; a signature is checked
-    against the key it names in any case. ``parent`` is the certificate it is chained to, and
-    ``record`` the operator's run record, checked step by step against it.
+    against the key it names in any case. ``parent`` is the certificate it is chained to. With
+    ``record``, the operator's run record, the whole certificate is derived from it once more.
 
     >>> verify("run/certificate.json")
     Traceback (most recent call last):
@@ -110,12 +111,22 @@ def verify_chain(
         found.append(parse(raw))
         differences = [*_check_claims(found[-1], raw), *_check_signature(found[-1], public_key)]
         if place > 0:
-            differences += check_link(_describe_link(found[-1]), found[-2])
+            differences += check_link(found[-1], found[-2])
         elif found[-1].parent is not None:
             differences.append(f"it names the parent {found[-1].parent}, which was not given")
         _raise_if_any(Path(path), differences)
     verify(certificates[-1], weights, public_key)
     return tuple(found)
+
+
+def find_differences(certificate: str | Path, record: str | Path | None = None) -> list[str]:
+    """What does not hold of a certificate by itself and by its record; no weights are read."""
+    raw = read_limited(certificate, MAX_BYTES, "certificate")
+    found = parse(raw)
+    differences = [*_check_claims(found, raw), *_check_signature(found, None)]
+    if record is not None:
+        differences += _check_record(found, RunRecord.load(record))
+    return differences
 
 
 def _raise_if_any(path: Path, differences: list[str]) -> None:
@@ -145,7 +156,7 @@ def _check_derived(certificate: Certificate) -> list[str]:
         "schedule": describe_schedule(recipe),
         "scope": derive_scope(c).model_dump(mode="json"),
         "warnings": list(warnings),
-        "releasable": not warnings,
+        "releasable": allows_release(warnings),
     }
     if chosen is not None:
         expected |= {"epsilon": chosen.epsilon, "delta": chosen.delta, "mu": chosen.mu}
@@ -277,22 +288,62 @@ def _check_signature(certificate: Certificate, public_key: bytes | str | Path | 
     return found
 
 
-def _describe_link(certificate: Certificate) -> dict[str, str | None]:
-    w = certificate.weights
-    return {"parent": certificate.parent, "before": w.before, "frozen": w.frozen}
-
-
 def _check_parent(certificate: Certificate, parent: Certificate, raw: bytes) -> list[str]:
     found = [f"parent: {difference}" for difference in _check_claims(parent, raw)]
     found += [f"parent: {difference}" for difference in _check_signature(parent, None)]
-    return found + check_link(_describe_link(certificate), parent)
+    return found + check_link(certificate, parent)
 
 
 def _check_record(certificate: Certificate, record: RunRecord) -> list[str]:
-    found = [f"record: {problem}" for problem in find_contradictions(record)]
-    if record.digest() != certificate.record:
-        found.append(f"record is {certificate.record}, but the record's hash is {record.digest()}")
+    """The whole certificate, derived from the record again, and every field that differs."""
+    c = certificate
+    try:
+        derived = derive(
+            record,
+            delta=c.delta,
+            compared_to=c.compared_to,
+            parent=c.parent,
+            releases=c.releases,
+            accept_unchecked=c.accepted_unchecked,
+            version=c.schema_version,
+        )
+    except (UnlearningError, InputError) as error:
+        return [f"record: {error}"]
+    found = list[str]()
+    if record.digest() != c.record:
+        found.append(f"record is {c.record}, but the record's hash is {record.digest()}")
+    ours, theirs = _flatten(derived), _flatten(c)
+    found += [
+        f"{name} is {_short(theirs.get(name))}, but the record gives {_short(ours.get(name))}"
+        for name in sorted(ours.keys() | theirs.keys())
+        if not _agree(name, theirs.get(name), ours.get(name))
+    ]
+    if c.schema_version == 1 and (record.checked or record.public is not None):
+        found.append("the record is of a later version than the certificate")
     return found
+
+
+# What the accountant computed may differ in the last digits from machine to machine.
+_COMPUTED = frozenset(("epsilon", "mu", "survival_bound", "ideal_epsilon", "epsilon_cost"))
+
+
+def _agree(name: str, one: object, other: object) -> bool:
+    if name.rpartition(".")[2] in _COMPUTED and isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=ABOVE, abs_tol=_NEGLIGIBLE)
+    return one == other
+
+
+def _flatten(certificate: Certificate) -> dict[str, object]:
+    """Every field by its path, but the three that seal the others."""
+
+    def walk(value: object, at: str) -> Iterator[tuple[str, object]]:
+        if isinstance(value, dict) and value:
+            for name, part in cast(dict[str, object], value).items():
+                yield from walk(part, f"{at}.{name}" if at else name)
+        else:
+            yield at, value
+
+    return dict(walk(certificate.model_dump(exclude={"digest", "record", "signature"}), ""))
 
 
 def _short(value: object) -> str:

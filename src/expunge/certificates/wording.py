@@ -11,9 +11,10 @@ import json
 import math
 from typing import Any
 
+from expunge.accounting.guarantee import is_exact
 from expunge.accounting.precision import DPSGD_ASSUMPTIONS, describe_assumptions
 from expunge.certificates.record import decode
-from expunge.certificates.schema import CertificateWire, ScopeWire
+from expunge.certificates.schema import CertificateWire, CommitmentWire, PublicWire, ScopeWire
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -32,6 +33,8 @@ METHOD_WORDS = {
     "group-dp-sgd": "DP-SGD and group privacy",
     "noisy-descent": "noisy full-batch descent",
     "rewind-to-delete": "rewinding full-batch descent, with noise at the end",
+    "exact-statistics": "ridge regression from exact integer sums",
+    "convex-head": "a strongly convex head on public features",
 }
 
 # Their guarantee covers the training too, so the reference is that training without the forget set.
@@ -51,22 +54,77 @@ _VOID_IF = (
     "the key of the noise, the run record or its trace became known together with the model",
 )
 
+BLOCKS = "Not for release: "
+LARGE_EPSILON = 10.0
+_UNCHECKED = {
+    "data": "that the retained data hold no identifier of the forget set",
+    "finetune": "that the data of the fine-tuning hold no identifier of the forget set",
+}
+
 
 def find_warnings(certificate: CertificateWire) -> tuple[str, ...]:
-    """Why the released model is not for release; empty if it is."""
-    if certificate.recipe.method == "retraining":
-        return ()
-    found: list[str] = []
-    if certificate.noise.source != "system":
+    """What a reader must know; whatever begins with :data:`BLOCKS` forbids the release."""
+    c, found = certificate, list[str]()
+    noisy = not is_exact(read_recipe(c))
+    if noisy and c.noise.source != "system":
         found.append(
-            "Not for release: the noise came from a seed, so anyone who guesses the seed can "
-            "subtract it."
+            f"{BLOCKS}the noise came from a seed, so anyone who guesses the seed can subtract it."
         )
-    if certificate.finite_precision.grid == 0:
+    if noisy and c.finite_precision.grid == 0:
         found.append(
-            "Not for release: the run was not on a grid, so its finite precision is not accounted."
+            f"{BLOCKS}the run was not on a grid, so its finite precision is not accounted."
         )
+    if c.schema_version > 1:
+        found += _warn_of_unchecked(c) + _warn_of_numbers(c)
     return tuple(found)
+
+
+def find_cautions(certificate: CertificateWire) -> tuple[str, ...]:
+    """What the certificate itself cannot say: that it is of an earlier version."""
+    if certificate.schema_version > 1:
+        return ()
+    return (
+        "A certificate of version 1: what its file holds beside the certified parameters, and what "
+        "the retained data hold, was not compared.",
+    )
+
+
+def allows_release(warnings: tuple[str, ...]) -> bool:
+    """Whether none of the warnings forbids the release."""
+    return not any(warning.startswith(BLOCKS) for warning in warnings)
+
+
+def find_unchecked(certificate: CertificateWire) -> list[str]:
+    """What nobody could check about this run's data, as ends of sentences."""
+    c, found = certificate, list[str]()
+    if not c.data.checked and c.recipe.method != "group-dp-sgd":  # it runs nothing on request
+        found.append(_UNCHECKED["data"])
+    if c.finetune is not None and not c.finetune.checked and c.recipe.method != "retraining":
+        found.append(_UNCHECKED["finetune"])
+    return found
+
+
+def _warn_of_unchecked(certificate: CertificateWire) -> list[str]:
+    unchecked = find_unchecked(certificate)
+    if certificate.accepted_unchecked:
+        return [f"Not checked, and accepted by the operator: {what}." for what in unchecked]
+    return [f"{BLOCKS}it was not checked {what}." for what in unchecked]
+
+
+def _warn_of_numbers(certificate: CertificateWire) -> list[str]:
+    """δ must be well below 1/n: whoever publishes one sample of n at random has δ = 1/n."""
+    c, found = certificate, list[str]()
+    if is_exact(read_recipe(c)):
+        return found
+    sets = [s for s in (c.data.forget, c.data.retain) if s is not None]
+    n = sum(s.count if s.samples is None else s.samples for s in sets)
+    if n and c.delta > 1 / n:
+        found.append(f"{BLOCKS}delta is above 1/{n}, one over the number of samples.")
+    elif n and c.delta > 1 / (10 * n):
+        found.append(f"Delta is above 1/{10 * n}, a tenth of one over the number of samples.")
+    if c.epsilon > LARGE_EPSILON:
+        found.append(f"Epsilon is above {LARGE_EPSILON:g}: the bound says little.")
+    return found
 
 
 def derive_scope(certificate: CertificateWire) -> ScopeWire:
@@ -85,19 +143,18 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
             f"The {len(certificate.buffers.names)} buffers, which were estimated again on retained "
             "data after the last noise."
         )
-    if certificate.finetune is not None and certificate.recipe.method == "retraining":
-        covered.append("The training, which used retained data only.")
-    elif certificate.finetune is not None:
-        covered.append(
-            "The fine-tuning after the last noise: it used retained data only, so it is "
-            "post-processing."
-        )
+    if certificate.finetune is not None:
+        covered.append(_describe_tuning(certificate))
     if certificate.releases > 1:
         covered.append(f"All {certificate.releases} released runs of the same old model together.")
     if certificate.parent is not None:
+        chained = (
+            "The forget sets of the certificates this one is chained to, together with its own"
+        )
         covered.append(
-            "The forget sets of the certificates this one is chained to, together with its own: "
-            "the bound holds whatever the run started from."
+            f"{chained}: the bound holds whatever the run started from."
+            if certificate.schema_version == 1
+            else f"{chained}, if the retained data hold nothing of them."
         )
     not_covered = [
         "The old model, copies of it, and any model released before.",
@@ -105,7 +162,9 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         "What the retained data, the centre or a frozen part say about the forgotten examples.",
         "The size of the forget set and the fact that a request was made.",
     ]
-    if certificate.weights.frozen is not None:
+    if certificate.weights.public is not None:
+        not_covered.append(_describe_public(certificate.weights.public))
+    elif certificate.weights.frozen is not None:
         not_covered.append(
             f"The {len(certificate.weights.frozen_names)} frozen tensors, which are declared "
             f"public: {certificate.weights.frozen}."
@@ -120,6 +179,32 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         assumptions=_list_assumptions(certificate),
         void_if=_VOID_IF,
     )
+
+
+def _describe_tuning(certificate: CertificateWire) -> str:
+    """Training after the last noise: what it may be called depends on what was checked."""
+    retrained, old = certificate.recipe.method == "retraining", certificate.schema_version == 1
+    if old or not find_unchecked(certificate):
+        if retrained:
+            return "The training, which used retained data only."
+        return (
+            "The fine-tuning after the last noise: it used retained data only, so it is "
+            "post-processing."
+        )
+    what = "training" if retrained else "fine-tuning after the last noise"
+    return f"The {what}, if its data hold nothing of the forget set: that was not checked."
+
+
+def _describe_public(public: PublicWire) -> str:
+    shown = ", ".join(public.names[:20])
+    if len(public.names) > 20:
+        shown += f" and {len(public.names) - 20} more"
+    why = (
+        f"compared bit for bit with {public.source}"
+        if public.compared
+        else "declared public by the operator, not compared"
+    )
+    return f"The {len(public.names)} tensors that are not certified, {why}: {shown}."
 
 
 def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
@@ -164,7 +249,7 @@ def write_statement(certificate: CertificateWire) -> str:
     lines = [
         "CERTIFICATE OF UNLEARNING",
         "",
-        *(f"*** {warning} ***" for warning in c.warnings),
+        *(f"*** {warning} ***" for warning in (*c.warnings, *find_cautions(c))),
         f"Guarantee: epsilon = {epsilon}, delta = {delta}.",
         f"Whatever is asked of the released model, an answer is at most {times} times as likely",
         f"as under the reference, plus {delta}; and the same with the two exchanged.",
@@ -279,5 +364,8 @@ def _count_steps(certificate: CertificateWire) -> str:
     return f"{steps} {noun}{' and projection' if clips else ''}{start}"
 
 
-def _name_set(commitment: Any) -> str:
-    return "not recorded" if commitment is None else f"{commitment.count} identifiers, committed"
+def _name_set(commitment: CommitmentWire | None) -> str:
+    if commitment is None:
+        return "not recorded"
+    on = "" if commitment.samples is None else f" on {commitment.samples} samples"
+    return f"{commitment.count} identifiers{on}, committed"
