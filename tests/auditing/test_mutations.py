@@ -16,6 +16,14 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "audit.md"
 BEGIN, END = "<!-- written by tests/auditing/test_mutations.py -->", "<!-- end -->"
 
 
+QUICK = (
+    "noise 20 % too small",
+    "sign of an old weight in one bit of a cell",
+    "the same in a cell far into a long model",
+    "no noise beyond the first 32,768 coordinates",
+)
+
+
 def write_row(name: str, caught: Caught) -> str:
     cells = (caught.audit, f"`{caught.contract}`" if caught.contract else "", caught.verifier)
     return f"| {name} | " + " | ".join(cell or "–" for cell in cells) + " |"
@@ -25,13 +33,16 @@ def test_the_engine_as_it_is_passes_every_check():
     assert check_engine() == Caught("", "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AUDITED)
 def test_the_engine_as_it_is_passes_a_longer_audit(name):
     found = audit_mechanism(AUDITED[name], delta=1e-5, trials=100_000, seed=12)
     assert not found.contradicts, found.verdict
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in DEFECTS]
+)
 def test_the_defect_is_caught(name, monkeypatch):
     with injected(monkeypatch, name):
         caught = check_engine()

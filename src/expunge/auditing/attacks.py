@@ -1,4 +1,4 @@
-"""Worst-case pairs for every method: two starts and retained data that a real loader serves.
+"""Worst-case pairs for every method, and scores that tell what they release apart.
 
 The starts are opposite ends of the ball (or one end and the centre) along one direction u. The
 retained data are the same in both worlds, and as bad as retained data can be:
@@ -10,11 +10,10 @@ retained data are the same in both worlds, and as bad as retained data can be:
   is fresh this is useless; where a noise was used before, the model's place tells which noise comes
   next, and the released model gives the start away (erratum E7).
 
-How to tell two worlds of released models apart: scores, learned on some runs, used on others.
-
-A projection is the optimal test where the noise is Gaussian and independent of the world. The
-residue of a coordinate modulo a small period is blind to such noise, and sees what it should not:
-noise of too few bits (Mironov 2012), or noise that an adversary could steer onto a lattice.
+Scores are learned on some runs and used on others. A projection is the optimal test where the noise
+is Gaussian and independent of the world. The residue of a coordinate modulo a small period is blind
+to such noise, and sees what it should not: noise of too few bits (Mironov 2012), or noise that an
+adversary could steer onto a lattice. A single bit of a single cell sees what was written there.
 """
 
 from __future__ import annotations
@@ -46,26 +45,25 @@ _SPLIT = 2
 class Trials(nn.Module):
     """A tiny model per row: a weight of two numbers and a bias; the output is x - centre."""
 
-    def __init__(self, rows: Tensor, centre: Tensor) -> None:
+    def __init__(self, rows: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(rows[:, :_SPLIT].clone())
         self.bias = nn.Parameter(rows[:, _SPLIT:].clone())
-        self.origin = centre
 
-    def forward(self, ones: Tensor) -> Tensor:
-        return torch.cat([self.weight, self.bias], dim=1) - ones * self.origin
+    def forward(self, centre: Tensor) -> Tensor:
+        return torch.cat([self.weight, self.bias], dim=1) - centre
 
 
 @dataclass(frozen=True)
 class Instructions:
-    """The retained data: batch t is (ones, t)."""
+    """The retained data: batch t is (centre, t)."""
 
     steps: int
+    centre: Tensor
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        ones = torch.ones(len(DIRECTION), dtype=torch.float64)
         for t in range(self.steps):
-            yield ones, torch.tensor(t)
+            yield self.centre, torch.tensor(t)
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ class Adversary:
         Half of the starts are just outside the ball and half are far outside: a clip must bring
         both to the same place.
         """
-        radius = reach(self.recipe)
+        radius = find_reach(self.recipe)
         row = torch.arange(trials)
         length = radius * torch.where((row // 2) % 2 == 0, NEAR, FAR).double()
         side = torch.where(row % 2 == 0, 1.0, -1.0 if self.compared_to == "retrained" else 0.0)
@@ -150,7 +148,7 @@ def replaces_first_step(recipe: NoisyRecipe, compared_to: ComparedTo) -> bool:
     return isinstance(recipe, ModelClipping) and compared_to == "centre"
 
 
-def reach(recipe: NoisyRecipe) -> float:
+def find_reach(recipe: NoisyRecipe) -> float:
     """The radius of the ball the start is clipped to; the model's where there is none."""
     if isinstance(recipe, ModelClipping) and (
         recipe.start_clip is None or math.isinf(recipe.start_clip)
@@ -198,7 +196,7 @@ def _split_models(
     With weights a and b on +C2: e^(2 C2 x/σ²) (a - e^ε b) = e^ε (1 - b) - (1 - a).
     """
     C2, T = recipe.model_clip, recipe.steps
-    sigmas, far, sigma0 = schedule(recipe.noise_std, T), reach(recipe), recipe.start_noise_std
+    sigmas, far, sigma0 = schedule(recipe.noise_std, T), find_reach(recipe), recipe.start_noise_std
     if compared_to == "centre":
         splits, a, b = _part(C2, 0.0, float(sigmas[0]), epsilon)
         splits = [0.0, *splits]
@@ -276,7 +274,17 @@ class Residue:
     log_ratios: tuple[float, ...]
 
 
-Statistic = Projection | Residue
+@dataclass(frozen=True)
+class Bit:
+    """Bit ``place`` of a coordinate's cell, in two's complement: 1 or 0, times ``sign``."""
+
+    coordinate: int
+    place: int
+    grid: float
+    sign: int
+
+
+Statistic = Projection | Residue | Bit
 
 
 def score(statistic: Statistic, points: Array) -> Array:
@@ -287,12 +295,14 @@ def score(statistic: Statistic, points: Array) -> Array:
     >>> score(Residue((1.0,), 1.0, (0.0, 7.0)), np.array([[5.25], [5.75]])).tolist()
     [0.0, 7.0]
     """
-    along = points @ np.array(statistic.weights)
     match statistic:
-        case Projection():
-            return along
-        case Residue(period=period, log_ratios=log_ratios):
+        case Projection(weights):
+            return points @ np.array(weights)
+        case Residue(weights, period, log_ratios):
+            along = points @ np.array(weights)
             return np.array(log_ratios)[_place(along, period, len(log_ratios))]
+        case Bit(coordinate, place, grid, sign):
+            return sign * read_bits(points[:, coordinate], grid)[:, place].astype(np.float64)
 
 
 def fit_projection(zero: Array, one: Array) -> Projection:
@@ -330,6 +340,23 @@ def fit_residue(zero: Array, one: Array, weights: Sequence[float], period: float
     return Residue(tuple(weights), period, tuple(np.log(counts[1] / counts[0]).tolist()))
 
 
+def fit_bit(zero: Array, one: Array, grid: float) -> Bit:
+    """The bit of all cells that is set most unlike in the two worlds.
+
+    >>> zero, one = np.array([[4.0], [8.0]]), np.array([[5.0], [9.0]])
+    >>> fit_bit(zero, one, 1.0)
+    Bit(coordinate=0, place=0, grid=1.0, sign=1)
+    """
+    rates = [
+        np.stack([read_bits(points[:, i], grid).mean(axis=0) for i in range(points.shape[1])])
+        for points in (zero, one)
+    ]
+    apart = rates[1] - rates[0]
+    coordinate, place = np.unravel_index(int(np.argmax(np.abs(apart))), apart.shape)
+    sign = -1 if apart[coordinate, place] < 0 else 1
+    return Bit(int(coordinate), int(place), grid, sign)
+
+
 def describe(statistic: Statistic) -> str:
     """A few words for a report."""
     match statistic:
@@ -337,6 +364,15 @@ def describe(statistic: Statistic) -> str:
             return "projection"
         case Residue(period=period):
             return f"residue modulo {period:.3g}"
+        case Bit(coordinate, place):
+            return f"bit {place} of coordinate {coordinate}"
+
+
+def read_bits(values: Array, grid: float) -> npt.NDArray[np.uint8]:
+    """A row per value: the bits of its whole number of cells, the lowest first."""
+    cells = np.rint(values / grid).astype("<i8")
+    octets = cells.view(np.uint8).reshape(len(values), 8)
+    return np.unpackbits(octets, axis=1, bitorder="little")
 
 
 def _place(along: Array, period: float, bins: int) -> npt.NDArray[np.intp]:

@@ -23,12 +23,24 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
+from expunge.auditing.cells import CellCheck
 from expunge.errors import InputError
 from expunge.recipes import ComparedTo
 
 Array = npt.NDArray[np.float64]
 SHARES = 6
 CANDIDATES = 400
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """What a run's certificate, record and recipe showed beside the trials: how likely its realised
+    noise is (None without a record), the bits of a long vector (None where the last step has no
+    noise), and what does not hold."""
+
+    noise_p_value: float | None
+    cells: CellCheck | None
+    problems: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ class Audit:
     seed: int | None
     contradicts: bool
     verdict: str
-    run: dict[str, Any] | None = None
+    run: RunCheck | None = None
 
 
 def bound_above(successes: Any, trials: Any, alpha: float) -> Any:
@@ -323,17 +335,22 @@ def list_facts(audit: Audit) -> list[str]:
         f"{audit.confidence:g}: could have proved epsilon up to {audit.epsilon_ceiling:.4g}"
         + ("" if audit.resolution is None else f" and {100 * audit.resolution:.0f} % of mu"),
     ]
-    if audit.run is not None:
-        lines.append(f"  record       p-value of its noise {audit.run['noise_p_value']:.3g}")
+    if audit.run is not None and audit.run.noise_p_value is not None:
+        lines.append(f"  record       p-value of its noise {audit.run.noise_p_value:.3g}")
+    if audit.run is not None and audit.run.cells is not None:
+        cells = audit.run.cells
+        lines.append(
+            f"  bits         p-value {cells.p_value:.3g} of {cells.tests:,} counts in {cells.runs} "
+            f"runs of {cells.parameters:,} parameters"
+        )
     return lines
 
 
-def add_problems(audit: Audit, run: dict[str, Any]) -> Audit:
-    """The audit with what the run's own record showed; a problem there contradicts too."""
-    problems: list[str] = run["problems"]
-    if not problems:
+def add_problems(audit: Audit, run: RunCheck) -> Audit:
+    """The audit with what the run itself showed; a problem there contradicts too."""
+    if not run.problems:
         return replace(audit, run=run)
-    verdict = f"{audit.verdict} The run's record does not hold: {'; '.join(problems)}."
+    verdict = f"{audit.verdict} The run does not hold: {'; '.join(run.problems)}."
     return replace(audit, run=run, contradicts=True, verdict=verdict)
 
 

@@ -1,10 +1,11 @@
 """The mechanism audit: run the engine on its worst cases, many times, and see what comes through.
 
-Every trial is a run of the engine on a tiny module (``expunge.auditing.trials`` says which of its
-functions run). Adversaries choose starts and retained data (``expunge.auditing.attacks``), statistics
-score what is released (``expunge.auditing.attacks``), exact intervals turn counts into bounds
-(``expunge.auditing.bounds``). A fifth of the runs is a pilot, shared out among the adversaries: half of
-it trains the statistics, the other half chooses among them. All other runs are fresh.
+Every trial is a run of the engine on a tiny module (``trials`` says which of its functions run).
+Adversaries choose starts and retained data, statistics score what is released (``attacks``), exact
+intervals turn counts into bounds (``bounds``). A fifth of the runs is a pilot, shared out among the
+adversaries: half of it trains the statistics, the other half chooses among them. All other runs are
+fresh. The audit of a run also looks at every bit of a long vector (``cells``), and at whether the
+certificate follows from itself and from its record.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from scipy import special
 
 from expunge import recipes
 from expunge.accounting.guarantee import guarantee, log_delta
-from expunge.accounting.precision import NoisyRecipe, list_levels
+from expunge.accounting.precision import NoisyRecipe, choose_precision, list_levels
 from expunge.auditing.attacks import (
     DIRECTION,
     Adversary,
@@ -33,10 +33,11 @@ from expunge.auditing.attacks import (
     Statistic,
     Trials,
     describe,
+    find_reach,
+    fit_bit,
     fit_projection,
     fit_residue,
     list_adversaries,
-    reach,
     replaces_first_step,
     score,
 )
@@ -45,6 +46,7 @@ from expunge.auditing.bounds import (
     Choice,
     Claim,
     Counts,
+    RunCheck,
     add_problems,
     apply_thresholds,
     choose_thresholds,
@@ -54,10 +56,11 @@ from expunge.auditing.bounds import (
     list_refuted,
     write_verdict,
 )
-from expunge.auditing.trials import measure_precision, unlearn_stack
+from expunge.auditing.cells import examine_cells
+from expunge.auditing.trials import unlearn_stack
 from expunge.certificates.certificate import Certificate
-from expunge.certificates.consistency import find_contradictions
 from expunge.certificates.record import RunRecord
+from expunge.certificates.verification import find_differences
 from expunge.errors import InputError
 from expunge.files import to_plain, write_atomic
 from expunge.noisy.noise import Noise, SeededNoise, SystemNoise
@@ -170,8 +173,7 @@ def make_claim(
     if isinstance(recipe, ModelClipping) and replaces_first_step(recipe, compared_to):
         recipe = replace(recipe, start_clip=None, start_noise_std=0.0)
     if execution is None:
-        tiny = Trials(torch.zeros(1, len(DIRECTION), dtype=torch.float64), torch.zeros(()))
-        execution = Execution(rounding=measure_precision(recipe, tiny).rounding)
+        execution = Execution(rounding=choose_precision(recipe, len(DIRECTION)).rounding)
     found = guarantee(recipe, delta=delta, compared_to=compared_to, execution=execution)
     top = found.epsilon if math.isfinite(found.epsilon) else 1.0
     curve = tuple(
@@ -240,25 +242,23 @@ def _run_blocks(
     adversary: Adversary, trials: int, seed: int | None, first: int
 ) -> Iterator[tuple[Array, Array]]:
     recipe = adversary.recipe
-    centre = torch.tensor(_CENTRE, dtype=torch.float64) * reach(recipe)
+    centre = torch.tensor(_CENTRE, dtype=torch.float64) * find_reach(recipe)
     steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
     block = _size_block(recipe)
     for place, start in enumerate(range(0, trials, block)):
         rows = min(block, trials - start)
-        model = Trials(adversary.start(rows) + centre, centre)
-        public = {name: value.new_zeros(value.shape) for name, value in model.state_dict().items()}
-        public["weight"] += centre[:2]
-        public["bias"] += centre[2:]
+        model = Trials(adversary.start(rows) + centre)
+        public = {"weight": centre[:2].expand(rows, 2), "bias": centre[2:].expand(rows, 1)}
         released = unlearn_stack(
             model,
-            Instructions(steps),
+            Instructions(steps, centre),
             recipe,
             loss_fn=adversary.loss,
             noise=_choose_noise(seed, first + place),
             centre=public,
         )
         with torch.no_grad():
-            points = released(torch.ones(len(DIRECTION), dtype=torch.float64)).numpy()
+            points = released(centre).numpy()
         yield points[1::2], points[::2]
 
 
@@ -291,6 +291,7 @@ def _fit(adversary: Adversary, zero: Array, one: Array) -> Iterator[Statistic]:
     yield fit_projection(zero, one)
     for axis in np.eye(len(DIRECTION)).tolist():
         yield Projection(tuple(axis))
+    yield fit_bit(zero, one, choose_precision(adversary.recipe, len(DIRECTION)).grid)
     if adversary.kind == "lattice":
         yield fit_residue(zero, one, DIRECTION, adversary.period)
     sigma = next(s for s in reversed(list_levels(adversary.recipe)) if s > 0)
@@ -334,13 +335,15 @@ def audit_run(
     seed: int | None = None,
     progress: bool = False,
 ) -> Audit:
-    """Audit the engine with a finished run's recipe, and what the run's own record tells.
+    """Audit the engine with a finished run's recipe, and the run's own certificate and record.
 
-    Reads ``certificate.json`` and, where it is there, ``record.json``; writes ``audit.json``.
+    Lower bounds are held against the ε that stands in ``certificate.json``. Whether that follows
+    from the recipe, and all of the certificate from ``record.json`` where it is there, is derived
+    again. Writes ``audit.json``.
     """
     folder = Path(directory)
     certificate = Certificate.load(folder / "certificate.json")
-    recipe, compared_to = certificate.method, certificate.compared_to
+    recipe, delta, compared_to = certificate.method, certificate.delta, certificate.compared_to
     if not isinstance(recipe, NoisyRecipe):
         raise InputError.of(
             "method",
@@ -348,42 +351,42 @@ def audit_run(
             "gradient-clipping, model-clipping or output-perturbation: it adds no noise to audit",
         )
     kept = folder / "record.json"
-    record = RunRecord.load(kept) if kept.exists() else None
+    problems = find_differences(folder / "certificate.json", kept if kept.exists() else None)
+    claim = make_claim(recipe, delta, compared_to, certificate.execution)
+    claim = replace(claim, epsilon=certificate.epsilon, mu=certificate.mu)
+    cells = examine_cells(recipe, seed=seed, progress=progress)
+    if cells is not None and cells.p_value < IMPROBABLE:
+        problems.append(f"{cells.oddest} is not of the noise's law (p = {cells.p_value:.1e})")
+    chance = None
+    if kept.exists():
+        chance = judge_noise(RunRecord.load(kept))
+        if chance < IMPROBABLE:
+            problems.append(f"its realised noise is not of its noise_std (p = {chance:.1e})")
     found = audit_mechanism(
         recipe,
-        delta=certificate.delta,
+        delta=delta,
         compared_to=compared_to,
-        claim=make_claim(recipe, certificate.delta, compared_to, certificate.execution),
+        claim=claim,
         trials=trials,
         seconds=seconds,
         confidence=confidence,
         seed=seed,
         progress=progress,
     )
-    found = replace(found, epsilon_certified=certificate.epsilon)
-    if record is not None:
-        found = add_problems(found, examine_record(record, certificate.record))
+    found = add_problems(found, RunCheck(chance, cells, tuple(problems)))
     text = json.dumps(to_plain(found), ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(folder / "audit.json", (text + "\n").encode())
     return found
 
 
-def examine_record(record: RunRecord, digest: str) -> dict[str, Any]:
-    """Whether the record is the certificate's, agrees with itself, and drew noise of its σ.
-
-    ``noise_p_value``: how often honest noise is as long or as short as the trace says it was;
-    Σ ‖ξ_t‖²/σ_t² is chi-squared with one degree of freedom per parameter and step.
-    """
-    trace = record.trace
-    sigma, norm = np.array(trace.noise_std), np.array(trace.noise_norm)
+def judge_noise(record: RunRecord) -> float:
+    """How often honest noise is as long or as short as the trace says it was: Σ ‖ξ_t‖²/σ_t² is
+    chi-squared with one degree of freedom per parameter and step."""
+    sigma, norm = np.array(record.trace.noise_std), np.array(record.trace.noise_norm)
     noisy = sigma > 0
     freedom = record.parameters * int(np.count_nonzero(noisy))
+    if freedom == 0:
+        return 1.0
     square = float(np.sum(np.square(norm[noisy] / sigma[noisy])))
     tails = special.gammainc(freedom / 2, square / 2), special.gammaincc(freedom / 2, square / 2)
-    problems = find_contradictions(record)
-    if record.digest() != digest:
-        problems.append("the record is not the one the certificate was made from")
-    p = min(2 * float(min(tails)), 1.0) if freedom else 1.0
-    if p < IMPROBABLE:
-        problems.append(f"the realised noise has a probability of {p:.1e} at its noise_std")
-    return {"noise_p_value": p, "problems": problems}
+    return min(2 * float(min(tails)), 1.0)

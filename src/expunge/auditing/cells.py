@@ -1,0 +1,213 @@
+"""Every bit of a released cell against the law of the rounded Gaussian, over a whole long vector.
+
+Trials of the mechanism audit have three numbers each. Here ``unlearn`` itself runs, again and
+again, on a model of three chunks, whose old weights are all of one size and of known signs; world 0
+has the opposite ones. There are no gradients (in model clipping: gradients that lead back to the
+centre), so that what is released is known but for its noise: centre + g k with
+
+    k_i = round(N(m_i, s²)),    m_i = ± Π_t ρ_t C0 / (g √d),    s² = Σ_t (σ_t Π_{k>t} ρ_k / g)²,
+
+up to one cell per step, which is nothing beside s ≥ 2²⁰. Bit b of k_i is set with probability
+
+    p_b(m) = Σ_j Φ((2^b (2j + 2) - 1/2 - m)/s) - Φ((2^b (2j + 1) - 1/2 - m)/s),
+
+1/2 for all low bits, in every coordinate and run independently. Each coordinate's bits are counted
+over the runs of each world, which shows a single bit of a single cell that something else decides;
+and over spans of coordinates, which shows noise that is missing or of another law from some
+coordinate on. Exact binomial tails, times the number of counts, give one p-value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy import special
+from torch import Tensor, nn
+
+from expunge.accounting.precision import NoisyRecipe
+from expunge.auditing.attacks import find_reach, read_bits
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.noisy.run import unlearn
+from expunge.progress import show_progress
+from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
+
+Array = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+SHAPES = (256, 250), (6001,)
+RUNS = 128  # of both worlds; that a bit never changes in 64 has a probability of 2⁻⁶³
+SPANS = 16
+BITS = 48
+MOST_STEPS = 2
+STARTS = 1.5  # times the radius they are clipped to
+
+
+@dataclass(frozen=True)
+class CellCheck:
+    """``p_value``: how often honest noise is as odd as the oddest of ``tests`` counts."""
+
+    parameters: int
+    runs: int
+    tests: int
+    p_value: float
+    oddest: str
+
+
+@dataclass(frozen=True)
+class _Law:
+    """k = round(N(± mean, spread²)), in cells of ``grid``."""
+
+    grid: float
+    mean: float
+    spread: float
+
+    def chance(self, bit: int, side: int) -> float:
+        """How often this bit of a cell is set."""
+        width = 2.0**bit
+        if 2 * width <= self.spread / 2:
+            return 0.5  # up to exp(-2 π² 2²)
+        m = side * self.mean
+        ends = (m - 12 * self.spread) / (2 * width), (m + 12 * self.spread) / (2 * width)
+        j = np.arange(math.floor(ends[0]) - 1, math.ceil(ends[1]) + 2)
+        low, high = width * (2 * j + 1), width * (2 * j + 2)
+        above = special.ndtr((high - 0.5 - m) / self.spread)
+        return float(np.sum(above - special.ndtr((low - 0.5 - m) / self.spread)))
+
+
+class _Wide(nn.Module):
+    """A matrix and a vector; the output is scale · ‖x‖²/2, whose gradient is scale · x."""
+
+    def __init__(self, weights: Tensor) -> None:
+        super().__init__()
+        matrix = math.prod(SHAPES[0])
+        self.weight = nn.Parameter(weights[:matrix].reshape(SHAPES[0]).clone())
+        self.bias = nn.Parameter(weights[matrix:].clone())
+
+    def forward(self, scale: Tensor) -> Tensor:
+        return scale * (self.weight.square().sum() + self.bias.square().sum()) / 2
+
+
+def examine_cells(
+    recipe: NoisyRecipe, *, seed: int | None = None, runs: int = RUNS, progress: bool = False
+) -> CellCheck | None:
+    """The recipe's last steps on a long vector; None where the last of them adds no noise.
+
+    >>> found = examine_cells(OutputPerturbation(start_clip=1.0, noise_std=1.0), seed=0, runs=8)
+    >>> found.parameters, found.runs, found.p_value > 1e-3
+    (70001, 8, True)
+    """
+    recipe = take_last_steps(recipe)
+    if _list_steps(recipe)[-1][1] == 0:
+        return None
+    size = sum(math.prod(shape) for shape in SHAPES)
+    signs = np.where(np.random.default_rng(0).random(size) < 0.5, -1, 1)
+    starts = torch.from_numpy(signs * (STARTS * find_reach(recipe) / math.sqrt(size)))
+    grid, counts = 0.0, np.zeros((2, size, BITS), np.uint8)
+    for place in show_progress(range(runs), runs, "bits of cells", progress):
+        world = place % 2
+        noise = SystemNoise() if seed is None else SeededNoise((seed << 23) + (1 << 22) + place)
+        run = unlearn(
+            _Wide(starts if world else -starts),
+            _list_batches(recipe),
+            recipe,
+            loss_fn=lambda output, _: output.sum(),
+            noise=noise,
+        )
+        grid = run.record.grid
+        released = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]).numpy()
+        counts[world] += read_bits(released, grid)[:, :BITS]
+    return _judge(counts, signs, _state_law(recipe, grid, size), runs)
+
+
+def take_last_steps(recipe: NoisyRecipe) -> NoisyRecipe:
+    """Steps whose outcome is known but for its noise: one, where gradients cannot lead back from a
+    projection; else at most ``MOST_STEPS``.
+
+    >>> take_last_steps(ModelClipping(1.0, 0.1, 0.0, [1.0, 2.0, 3.0, 4.0, 5.0], 5)).noise_std
+    (4.0, 5.0)
+    """
+    if isinstance(recipe, OutputPerturbation):
+        return recipe
+    rates, sigmas = (
+        schedule(v, recipe.steps)[-MOST_STEPS:] for v in (recipe.learning_rate, recipe.noise_std)
+    )
+    leads_back = isinstance(recipe, ModelClipping) and bool(np.all(rates > 0))
+    projects = recipe.model_clip is not None and math.isfinite(recipe.model_clip)
+    kept = len(rates) if leads_back or not projects else 1
+    return replace(
+        recipe,
+        steps=kept,
+        learning_rate=tuple(rates[-kept:].tolist()),
+        noise_std=tuple(sigmas[-kept:].tolist()),
+        start_noise_std=recipe.start_noise_std if kept == recipe.steps else 0.0,
+    )
+
+
+def _list_steps(recipe: NoisyRecipe) -> list[tuple[float, float]]:
+    """(γ_t, σ_t) of every step."""
+    if isinstance(recipe, OutputPerturbation):
+        return [(0.0, recipe.noise_std)]
+    columns = (schedule(v, recipe.steps) for v in (recipe.learning_rate, recipe.noise_std))
+    return [(float(gamma), float(sigma)) for gamma, sigma in zip(*columns, strict=True)]
+
+
+def _list_batches(recipe: NoisyRecipe) -> list[tuple[Tensor, Tensor]]:
+    """One batch per step, which says what its gradient is in units of x: ρ/γ leads to the centre,
+    for then x - γ (g + λ x) = 0."""
+    scales = [0.0] * len(_list_steps(recipe))
+    if isinstance(recipe, ModelClipping):
+        scales = [1 / g - recipe.weight_decay if g > 0 else 0.0 for g, _ in _list_steps(recipe)]
+    return [(torch.tensor([s], dtype=torch.float64), torch.zeros(1)) for s in scales]
+
+
+def _state_law(recipe: NoisyRecipe, grid: float, size: int) -> _Law:
+    """What the steps make of a start on its sphere, and of its noise."""
+    mean, variance = find_reach(recipe), 0.0
+    if not isinstance(recipe, OutputPerturbation):
+        variance = recipe.start_noise_std**2
+    for gamma, sigma in _list_steps(recipe):
+        match recipe:
+            case OutputPerturbation():
+                kept = 1.0
+            case GradientClipping():
+                kept = 1 - gamma * recipe.weight_decay
+            case ModelClipping():
+                kept = 0.0 if gamma > 0 else 1.0
+        mean, variance = kept * mean, kept**2 * variance + sigma**2
+        if not isinstance(recipe, OutputPerturbation) and recipe.model_clip is not None:
+            mean = min(mean, recipe.model_clip)
+    return _Law(grid, mean / math.sqrt(size) / grid, math.sqrt(variance) / grid)
+
+
+def _judge(counts: npt.NDArray[np.uint8], signs: Counts, law: _Law, runs: int) -> CellCheck:
+    """The oddest of all counts: coordinate by coordinate, and span by span."""
+    size, tests, oddest = len(signs), 0, (1.0, "")
+    for world, n in ((0, runs - runs // 2), (1, runs // 2)):
+        for side in (-1, 1):
+            chosen = np.flatnonzero(signs * (2 * world - 1) == side)
+            chances = np.array([law.chance(bit, side) for bit in range(BITS)])
+            part, where = counts[world][chosen], chosen * SPANS // size
+            table = _tail(np.arange(n + 1)[:, None], n, chances)
+            lengths = np.bincount(where, minlength=SPANS)[:, None]
+            spans = np.stack(
+                [part[where == span].sum(axis=0, dtype=np.int64) for span in range(SPANS)]
+            )
+            of_spans = _tail(spans, n * lengths, chances)
+            for kind, tails in (("of coordinate", table[part, np.arange(BITS)]),
+                                ("of sixteenth", of_spans)):  # fmt: skip
+                tests += tails.size
+                row, bit = np.unravel_index(int(np.argmin(tails)), tails.shape)
+                name = int(row if kind == "of sixteenth" else chosen[row])
+                oddest = min(oddest, (float(tails[row, bit]), f"bit {bit} {kind} {name:,}"))
+    return CellCheck(size, runs, tests, min(oddest[0] * tests, 1.0), oddest[1])
+
+
+def _tail(counts: Counts, trials: Any, chances: Array) -> Array:
+    """min(1, 2 min(P[X ≤ count], P[X ≥ count])) of a binomial X, exactly."""
+    low = special.bdtr(counts, trials, chances)
+    high = np.where(counts > 0, special.bdtrc(np.maximum(counts - 1, 0), trials, chances), 1.0)
+    return np.minimum(2 * np.minimum(low, high), 1.0)
