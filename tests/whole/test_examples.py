@@ -57,7 +57,10 @@ def test_the_example_of_an_adapter_in_three_commands(tmp_path: Path) -> None:
     assert verified.returncode == 0, verified.stderr
     certificate = Certificate.load(folder / "run" / "certificate.json")
     assert certificate.weights.centre is not None
-    assert "base_model.model.transformer.wte.weight" in certificate.weights.frozen_names
+    public = certificate.weights.public
+    assert public is not None
+    assert public.compared
+    assert "base_model.model.transformer.wte.weight" in public.names
     released = load_file(folder / "run" / "model.safetensors")
     base = load_file(folder / "base.safetensors")
     name = "transformer.wte.weight"
