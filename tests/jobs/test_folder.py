@@ -110,7 +110,6 @@ def test_twenty_jobs_on_ray_with_a_worker_killed_give_twenty_certificates_none_t
     assert len(set(digests)) == 20
     tries = [2 if i == 7 else 1 for i in range(20)]
     assert count_loads(paths) == tries
-    assert [o.attempts for o in outcomes.values()] == tries
     assert [o.value["resumed"] for o in outcomes.values()] == [int(i == 7) for i in range(20)]
     record = json.loads((tmp_path / "job07" / "run" / "record.json").read_text())
     assert record["gradient_evaluations"] == 4 * 10, "no step is repeated or left out"
@@ -131,7 +130,6 @@ def test_the_command_on_ray_gives_each_job_a_process_of_its_own(tmp_path: Path) 
     assert (found["done"], found["failed"]) == (2, 1)
     assert [job["status"] for job in found["jobs"]] == ["done", "done", "failed"]
     assert "ValueError: row 40 is torn" in found["jobs"][2]["error"]
-    assert found["jobs"][2]["attempts"] == 1, "bad input is not tried again"
     assert "2 of 3 done, 1 failed, 0 left" in done.stderr
     assert "expunge: 1 of 3 jobs failed: torn" in done.stderr
     check_runs(paths)

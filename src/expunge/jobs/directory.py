@@ -116,7 +116,7 @@ def write_run(
     return target
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 SPARE_BYTES, MAX_METRICS = 16_000_000, 10_000_000
 
 
