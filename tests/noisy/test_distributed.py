@@ -120,7 +120,7 @@ def test_processes_that_should_agree_and_do_not_are_stopped(reports):
     bent = "rank 1 and rank 0 disagree on parameters at step 2"
     assert told["one bit of one weight"].startswith(bent)
     assert "nothing is certified" in told["one bit of one weight"]
-    assert "disagree on noise key" in told["another key"]
+    assert "disagree on data order and noise key" in told["another key"]
     assert told["versions"].startswith("rank 1 has torch version '2.0.0' and rank 0 has")
     assert told["batch"].startswith("batch_size is 9; it must be a multiple of 2")
     assert told["few"].startswith("there are 1 retained examples and 2 processes")

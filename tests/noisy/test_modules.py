@@ -12,7 +12,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, relu
 from engine import equal, without_onednn
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify
 from expunge.errors import UnlearningError
-from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.noisy.noise import SeededNoise
 from expunge.noisy.run import unlearn
 from expunge.processes.weights import hash_weights, save_weights
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from expunge.accounting.precision import LARGEST_CELL
 from expunge.noisy import vector as vector_module
-from expunge.noisy.noise import StepNoise, SeededNoise
+from expunge.noisy.noise import SeededNoise, StepNoise
 from expunge.noisy.vector import FloatVector, GridVector, Update, clip_factor
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False, width=32)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -74,7 +76,9 @@ class Loop:
         self._held = HeldState(
             self.certified, [self.loss_fn] if isinstance(self.loss_fn, nn.Module) else []
         )
-        with seeded_random(self.team.derive_seed("data"), self.loader):
+        if getattr(self.loader, "persistent_workers", False):
+            vars(self.loader)["_iterator"] = None  # workers that live on drew their seeds before
+        with run_uncompiled(), seeded_random(self.team.derive_seed("data"), self.loader):
             if not (checkpoint and checkpoint.resume and self._load(checkpoint.place, identity)):
                 self._start()
             self._take_steps(checkpoint, identity, on_step, progress and self.team.processes.leads)
@@ -82,7 +86,7 @@ class Loop:
 
     def estimate(self) -> None:
         """The statistics that were reset, on retained data: post-processing."""
-        with seeded_random(self.team.derive_seed("statistics"), self.loader):
+        with run_uncompiled(), seeded_random(self.team.derive_seed("statistics"), self.loader):
             statistics = estimate_statistics(self.certified, self.loader, self.loss_fn)
         self._put_back()
         for name, tensor in list_uncertified(self.certified.model).items():
@@ -232,6 +236,13 @@ class Loop:
             self.resumed += 1
             self._take_key()
         return True
+
+
+def run_uncompiled() -> AbstractContextManager[object]:
+    """Whatever was compiled before runs as it is written: compiling may choose another path."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def compute_gradients(

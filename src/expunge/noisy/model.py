@@ -228,6 +228,15 @@ def match_centre(
     return matched
 
 
+def check_kept(certified: CertifiedModel, processes: Processes) -> None:
+    """Refuse public tensors that were written to during the run: they are not the compared ones."""
+    public = certified.public
+    if public is not None and hash_weights(certified.kept, processes) != public.hash:
+        raise UnlearningError(
+            "tensors of the model that are public were changed during the run; nothing is certified"
+        )
+
+
 def check_unchanged(certified: CertifiedModel) -> None:
     """Refuse a public tensor that training changed: it remembers what nobody declared."""
     now = list_uncertified(certified.model)
@@ -304,7 +313,7 @@ def reset_statistics(certified: CertifiedModel) -> None:
             if not _same_bits(found[0][name], found[1][name]):
                 raise UnlearningError(
                     f"{path}.{name} is not reset by reset_running_stats of {type(module).__name__};"
-                    " declare it public, or use a normalisation that resets all its buffers"
+                    " use a normalisation that resets all its buffers"
                 )
 
 

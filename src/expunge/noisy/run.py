@@ -26,7 +26,7 @@ from expunge.certificates.record import Run, RunRecord, list_versions
 from expunge.errors import InputError
 from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.loop import Loop, OnStep
-from expunge.noisy.model import BufferMode, Centre, Public, check_finite, copy_model
+from expunge.noisy.model import BufferMode, Centre, Public, check_finite, check_kept, copy_model
 from expunge.noisy.noise import Noise, check_noise
 from expunge.noisy.team import Team
 from expunge.processes.group import Processes, find_processes
@@ -128,6 +128,7 @@ def unlearn(
             "retained data": None if checkpoint is None else describe_data(retain_loader),
         }
         loop.run(identity, checkpoint, on_step, progress)
+        check_kept(certified, processes)
         noisy = after = hash_weights(list_tensors(certified.model), processes)
         if certified.reset:
             loop.estimate()

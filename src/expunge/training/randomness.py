@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from expunge.errors import UnlearningError
+
 
 def capture_random(generator: torch.Generator | None = None) -> dict[str, Tensor]:
     """The global state, and that of a loader's own ``generator``, as tensors.
@@ -98,12 +100,14 @@ def untouched_random() -> Generator[None]:
 
 
 def find_generators(loader: object) -> list[torch.Generator]:
-    """The generators that a loader and its sampler draw from.
+    """The generators that a loader, its samplers and its data set draw from.
 
     >>> len(find_generators(torch.utils.data.DataLoader([1], generator=torch.Generator())))
     1
     """
-    holders = (loader, getattr(loader, "sampler", None), getattr(loader, "loader", None))
+    names = ("sampler", "batch_sampler", "loader", "dataset")
+    near = [loader, *(getattr(loader, name, None) for name in names)]
+    holders = near + [getattr(holder, name, None) for holder in near for name in names]
     found = [cast(object, getattr(holder, "generator", None)) for holder in holders]
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
@@ -135,3 +139,30 @@ def seed_random(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextmanager
+def refused_random(doing: str) -> Generator[None]:
+    """Refuse whatever draws from the global state inside.
+
+    >>> with refused_random("a gradient"):
+    ...     _ = torch.rand(2)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.UnlearningError: a gradient draws random numbers; ...
+    """
+    before = _take_state()
+    yield
+    if _take_state() != before:
+        raise UnlearningError(DRAWS.format(doing))
+
+
+DRAWS = (
+    "{} draws random numbers; they would tie examples to their places in a batch, or to an earlier "
+    "training: call eval() on what draws them (dropout), and augment nothing"
+)
+
+
+def _take_state() -> tuple[object, ...]:
+    _, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return torch.get_rng_state().numpy().tobytes(), keys.tobytes(), rest, random.getstate()
