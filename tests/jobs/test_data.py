@@ -23,7 +23,9 @@ class Rows(Dataset):
         return X[i], Y[i]
 
 
-@pytest.mark.parametrize("train", [(X, Y), TensorDataset(X, Y), Rows()], ids=["pair", "set", "rows"])
+@pytest.mark.parametrize(
+    "train", [(X, Y), TensorDataset(X, Y), Rows()], ids=["pair", "set", "rows"]
+)
 def test_forgetting_a_person_forgets_every_sample_of_theirs(train: object) -> None:
     splits = split_data({"train": train, "ids": IDS}, ["anna"], ["bo"])
     assert splits.forget.positions == (0, 2)

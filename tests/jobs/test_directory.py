@@ -30,9 +30,7 @@ def make_run() -> tuple[expunge.Run, expunge.Certificate]:
     torch.manual_seed(0)
     recipe = expunge.OutputPerturbation(start_clip=0.1, noise_std=1.0)
     batches = [(torch.eye(2), torch.tensor([0, 1]))]
-    run = expunge.unlearn(
-        nn.Linear(2, 2), batches, recipe, forget_ids=["a"], retain_ids=["b", "c"]
-    )
+    run = expunge.unlearn(nn.Linear(2, 2), batches, recipe, forget_ids=["a"], retain_ids=["b", "c"])
     return run, expunge.certify(run.record, delta=1e-5)
 
 

@@ -61,7 +61,10 @@ def test_what_the_users_own_code_does_wrong_is_one_sentence(tmp_path: Path, case
 LISTS = {
     "unknown": ("p3\np99\n", r"data\.forget names 1 unknown samples, the first is 'p99'"),
     "nothing": ("\n\n", r"names no identifier"),
-    "everything": ("\n".join(f"p{i}" for i in range(50)), r"names 50 of the 50 samples that are left"),
+    "everything": (
+        "\n".join(f"p{i}" for i in range(50)),
+        r"names 50 of the 50 samples that are left",
+    ),
 }
 
 

@@ -8,13 +8,15 @@ a public pretrained centre.
 
 from __future__ import annotations
 
-import copy
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
 from torch import nn
 
 from expunge.accounting.calibration import calibrate
@@ -28,7 +30,7 @@ from expunge.noisy.run import unlearn
 from expunge.recipes import GradientClipping
 from expunge.tasks import digits
 from expunge.tasks.networks import count_parameters, digits_net
-from expunge.tasks.samples import Samples, Task, split_forget
+from expunge.tasks.samples import Samples, split_forget
 from expunge.training.batches import Batches
 from expunge.training.evaluation import evaluate
 from expunge.training.train import fine_tune, train
@@ -45,171 +47,117 @@ FINE_TUNING: dict[str, Any] = TRAINING | {"epochs": 6}
 # Chosen for this architecture's initialisation, before any weight was trained.
 SCALE = 0.15
 
-Row = dict[str, Any]
 
+class Story:
+    """Who stays, who asked to be forgotten, who never trained, and what was measured of each."""
 
-@dataclass(frozen=True)
-class Stage:
-    """The data of the story: who stays, who asked to be forgotten, and who never trained."""
+    def __init__(self) -> None:
+        self.task = digits.load()
+        everyone = self.task.train
+        self.public = everyone.take(range(PUBLIC))
+        private = everyone.take(range(PUBLIC, len(everyone)))
+        self.retain, self.forget = split_forget(private, fraction=0.1, seed=0)
+        self.everybody = Samples(
+            torch.cat([self.retain.inputs, self.forget.inputs]),
+            torch.cat([self.retain.targets, self.forget.targets]),
+            np.concatenate([self.retain.ids, self.forget.ids]),
+        )
+        self.rows: list[dict[str, Any]] = []
 
-    task: Task
-    public: Samples
-    retain: Samples
-    forget: Samples
-
-    def fit(self, model: nn.Module, samples: Samples, **options: Any) -> nn.Module:
-        train(model, samples, prepare=self.task.normalise, **options)
+    def fit(self, start: int, samples: Samples, seed: int, **options: Any) -> nn.Module:
+        """A network of its own start, trained."""
+        model = digits_net(generator=torch.Generator().manual_seed(start))
+        train(model, samples, prepare=self.task.normalise, seed=seed, **options)
         return model
 
-    def load_retained(self, seed: int) -> Batches:
-        return Batches(
+    def score(self, model: nn.Module, arm: str, stage: str) -> None:
+        sets = {"retain": self.retain, "forget": self.forget, "test": self.task.test}
+        row: dict[str, Any] = {"arm": arm, "stage": stage}
+        for name, s in sets.items():
+            found = evaluate(model, s.inputs, s.targets, prepare=self.task.normalise)
+            row[name] = found.accuracy
+        self.rows.append(row)
+
+    def answer(self, old: nn.Module, recipe: NoisyRecipe, arm: str, **options: Any) -> Run:
+        """Noisy steps, then fine-tuning on retained data; accuracy after each."""
+        batches = Batches(
             self.retain.inputs,
             self.retain.targets,
             batch_size=32,
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator(),
             prepare=self.task.normalise,
             ids=self.retain.ids.tolist(),
         )
+        asked = {"loss_fn": nn.functional.cross_entropy, "forget_ids": self.forget.ids}
+        run = unlearn(old, batches, recipe, **asked, **options)
+        self.score(run.model, arm, "after noise")
+        run = fine_tune(run, self.retain, prepare=self.task.normalise, **FINE_TUNING)
+        self.score(run.model, arm, "after fine-tuning")
+        return run
 
-    def score(self, model: nn.Module, arm: str, stage: str) -> Row:
-        sets = {"retain": self.retain, "forget": self.forget, "test": self.task.test}
-        return {"arm": arm, "stage": stage} | {
-            name: evaluate(model, s.inputs, s.targets, prepare=self.task.normalise).accuracy
-            for name, s in sets.items()
-        }
-
-
-def set_stage() -> Stage:
-    """Digits, a public part nobody asks to forget, and a tenth of the rest to be forgotten."""
-    task = digits.load()
-    everyone = task.train
-    public = everyone.take(range(PUBLIC))
-    private = everyone.take(range(PUBLIC, len(everyone)))
-    retain, forget = split_forget(private, fraction=0.1, seed=0)
-    return Stage(task, public, retain, forget)
-
-
-def join(first: Samples, second: Samples) -> Samples:
-    """Both sets in one."""
-    import numpy as np
-
-    return Samples(
-        torch.cat([first.inputs, second.inputs]),
-        torch.cat([first.targets, second.targets]),
-        np.concatenate([first.ids, second.ids]),
-    )
-
-
-def forget_with(
-    stage: Stage,
-    old: nn.Module,
-    recipe: NoisyRecipe,
-    arm: str,
-    rows: list[Row],
-    **options: Any,
-) -> Run:
-    """Noisy steps, then fine-tuning on retained data; accuracy after each, and the cost."""
-    run = unlearn(
-        old,
-        stage.load_retained(1),
-        recipe,
-        loss_fn=nn.functional.cross_entropy,
-        forget_ids=stage.forget.ids,
-        **options,
-    )
-    rows.append(stage.score(run.model, arm, "after noise"))
-    tuned = fine_tune(
-        run,
-        stage.retain,
-        forget_ids=stage.forget.ids,
-        prepare=stage.task.normalise,
-        **FINE_TUNING,
-    )
-    rows.append(stage.score(tuned.model, arm, "after fine-tuning"))
-    return tuned
+    def sum_up(self, arm: str, run: Run, cert: Certificate) -> dict[str, Any]:
+        """What the report compares: the guarantee, the cost, and the accuracy at the end."""
+        tuned = run.record.finetune
+        cost = run.record.gradient_evaluations + (tuned.gradient_evaluations if tuned else 0)
+        last = next(row for row in reversed(self.rows) if row["arm"] == arm)
+        facts = {"epsilon": cert.epsilon, "delta": cert.delta, "gradient_evaluations": cost}
+        return {"arm": arm} | facts | {name: last[name] for name in ("retain", "forget", "test")}
 
 
 def run_demo(out: str | Path, sign: str | Path | None = None) -> None:
     """Run the story, leave two run directories (``out`` and ``out/public-centre``), verify both."""
-    from rich.console import Console
-
     started = time.perf_counter()
     target = check_free(out)
     # A network this small is slower on two threads than on one.
     torch.set_num_threads(1)
-    console = Console(highlight=False)
-    stage = set_stage()
-    rows: list[Row] = []
+    console, story = Console(highlight=False), Story()
     console.print(
-        f"{len(stage.retain) + len(stage.forget)} people's digits, {len(stage.forget)} of them ask "
-        f"to be forgotten. Target: epsilon = {EPSILON:g}, delta = {DELTA:g}."
+        f"{len(story.everybody)} people's digits, {len(story.forget)} of them ask to be forgotten. "
+        f"Target: epsilon = {EPSILON:g}, delta = {DELTA:g}."
     )
-    old = stage.fit(
-        digits_net(generator=torch.Generator().manual_seed(0)),
-        join(stage.retain, stage.forget),
-        seed=0,
-        **TRAINING,
-    )
-    rows.append(stage.score(old, "old model", "before"))
-    main, cert = _forget_every_way(stage, old, rows, sign)
-    retrained = digits_net(generator=torch.Generator().manual_seed(7))
-    stage.fit(retrained, stage.retain, seed=1, **FINE_TUNING)
-    rows.append(stage.score(retrained, "retraining", "after fine-tuning"))
-    public, public_cert = _forget_around_public_centre(stage, old, rows, sign)
+    old = story.fit(0, story.everybody, 0, **TRAINING)
+    story.score(old, "old model", "before")
+    runs = {"gradient-clipping": _answer_every_way(story, old)}
+    retrained = story.fit(7, story.retain, 1, **FINE_TUNING)
+    story.score(retrained, "retraining", "after fine-tuning")
+    runs["around public centre"] = _answer_around_public_centre(story, old)
+    certificates = {arm: certify(run.record, delta=DELTA) for arm, run in runs.items()}
+    if sign is not None:
+        certificates = {arm: cert.sign(sign) for arm, cert in certificates.items()}
     metrics = {
         "title": "expunge demo",
         "task": "scikit-learn digits, 64-16-10 network, a tenth of the training data forgotten",
-        "stages": rows,
-        "arms": [_sum_up(main, cert, rows), _sum_up(public, public_cert, rows)],
+        "stages": story.rows,
+        "arms": [story.sum_up(arm, run, certificates[arm]) for arm, run in runs.items()],
     }
-    write_run(target, model=main.model, record=main.record, certificate=cert, metrics=metrics)
-    inner = target / "public-centre"
-    write_run(
-        inner,
-        model=public.model,
-        record=public.record,
-        certificate=public_cert,
-        metrics=metrics | {"arm": "around public centre"},
-    )
-    _print_rows(console, rows)
-    for folder in (target, inner):
+    _print_rows(console, story.rows)
+    for (arm, run), folder in zip(runs.items(), (target, target / "public-centre"), strict=True):
+        cert, told = certificates[arm], metrics | {"arm": arm}
+        write_run(folder, model=run.model, record=run.record, certificate=cert, metrics=told)
         found = verify(folder / "certificate.json", record=folder / "record.json")
         console.print(
             f"verified {folder}/certificate.json: epsilon = {found.epsilon:.6g}, "
             f"delta = {found.delta:g}, {found.recipe.method}"
         )
-    _print_moral(console, cert, target, time.perf_counter() - started)
+    _print_moral(console, certificates["gradient-clipping"], target, time.perf_counter() - started)
 
 
-def _forget_every_way(
-    stage: Stage, old: nn.Module, rows: list[Row], sign: str | Path | None
-) -> tuple[Run, Certificate]:
+def _answer_every_way(story: Story, old: nn.Module) -> Run:
     """Each method at the target, and the centre control; the first one is what is kept."""
-    planned = plan(
-        epsilon=EPSILON,
-        delta=DELTA,
-        parameters=count_parameters(old),
-        scale=SCALE,
-        batch_size=32,
-    )
+    size = count_parameters(old)
+    planned = plan(epsilon=EPSILON, delta=DELTA, parameters=size, scale=SCALE, batch_size=32)
     recipes = {c.method: c.recipe for c in planned.candidates if isinstance(c.recipe, NoisyRecipe)}
-    kept = recipes["gradient-clipping"]
-    main = forget_with(stage, old, kept, "gradient-clipping", rows)
+    kept = story.answer(old, recipes["gradient-clipping"], "gradient-clipping")
     for name in ("model-clipping", "output-perturbation"):
-        forget_with(stage, old, recipes[name], name, rows)
-    forget_with(stage, old, kept, "centre", rows, start="centre")
-    cert = certify(main.record, delta=DELTA)
-    return main, cert if sign is None else cert.sign(sign)
+        story.answer(old, recipes[name], name)
+    story.answer(old, recipes["gradient-clipping"], "centre", start="centre")
+    return kept
 
 
-def _forget_around_public_centre(
-    stage: Stage, old: nn.Module, rows: list[Row], sign: str | Path | None
-) -> tuple[Run, Certificate]:
+def _answer_around_public_centre(story: Story, old: nn.Module) -> Run:
     """The same request, pulled towards weights trained on public data only."""
-    public = stage.fit(
-        digits_net(generator=torch.Generator().manual_seed(3)), stage.public, seed=3, **TRAINING
-    )
-    rows.append(stage.score(public, "public centre", "before"))
+    public = story.fit(3, story.public, 3, **TRAINING)
+    story.score(public, "public centre", "before")
 
     def make(sigma: float) -> GradientClipping:
         return GradientClipping(
@@ -222,36 +170,10 @@ def _forget_around_public_centre(
         )
 
     recipe = calibrate(make, epsilon=EPSILON, delta=DELTA, parameters=count_parameters(old))
-    run = forget_with(
-        stage,
-        old,
-        recipe,
-        "around public centre",
-        rows,
-        centre=copy.deepcopy(public.state_dict()),
-    )
-    cert = certify(run.record, delta=DELTA)
-    return run, cert if sign is None else cert.sign(sign)
+    return story.answer(old, recipe, "around public centre", centre=public.state_dict())
 
 
-def _sum_up(run: Run, cert: Certificate, rows: list[Row]) -> Row:
-    """What the report compares: the guarantee, the cost, and the accuracy at the end."""
-    tuned = run.record.finetune
-    arm = "gradient-clipping" if run.record.centre is None else "around public centre"
-    last = next(r for r in reversed(rows) if r["arm"] == arm)
-    return {
-        "arm": arm,
-        "epsilon": cert.epsilon,
-        "delta": cert.delta,
-        "gradient_evaluations": run.record.gradient_evaluations
-        + (0 if tuned is None else tuned.gradient_evaluations),
-    } | {k: last[k] for k in ("retain", "forget", "test")}
-
-
-def _print_rows(console: Any, rows: list[Row]) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
     table = Table(box=SIMPLE, title="accuracy in %", title_justify="left", pad_edge=False)
     for name in ("", "stage", "retained", "forgotten", "test"):
         table.add_column(name, justify="left" if name in ("", "stage") else "right", no_wrap=True)
@@ -264,20 +186,16 @@ def _print_rows(console: Any, rows: list[Row]) -> None:
     console.print(table)
 
 
-def _print_moral(console: Any, cert: Certificate, target: Path, seconds: float) -> None:
+def _print_moral(console: Console, cert: Certificate, target: Path, seconds: float) -> None:
     console.print(
         f"\nWhat can survive: at this target at most {100 * cert.survival_bound:.1f} % of runs can "
         "differ in any way from the centre control, which never saw the old model: the rows above "
         "differ by their noise, not by what the old model knew. The lever that keeps information "
-        "is a public centre: there the noise is small and what the centre knew stays."
-    )
-    console.print(
-        f"\n{target} holds model.safetensors and certificate.json to release, and record.json, "
-        f"metrics.json and report.html, which stay with you. {seconds:.0f} s."
-    )
-    console.print(
+        "is a public centre: there the noise is small and what the centre knew stays.\n\n"
+        f"{target} holds model.safetensors and certificate.json to release, and record.json, "
+        f"metrics.json and report.html, which stay with you. {seconds:.0f} s.\n"
         "Both directories are runs of the same old model: release one of them, or certify with "
-        "releases=2."
+        "releases=2.\n"
+        f"Check it yourself:   expunge verify {target}/certificate.json\n"
+        f"Read it in words:    expunge show {target}/certificate.json"
     )
-    console.print(f"Check it yourself:   expunge verify {target}/certificate.json")
-    console.print(f"Read it in words:    expunge show {target}/certificate.json")
