@@ -45,7 +45,7 @@ class UnlearningError(ExpungeError):
 
 
 class RunError(ExpungeError):
-    """A run that failed for a reason outside it: a lost process, a full disk. It may be tried again."""
+    """A run that failed for a reason outside it (a lost process, a full disk): try again."""
 
     exit_code = 3
 

@@ -114,6 +114,29 @@ def test_a_real_run_of_that_many_parameters_meets_the_target() -> None:
     assert ideal.noise_std < found.noise_std < ideal.noise_std * 1.001
 
 
+class Layer:
+    def __init__(self, size: int, requires_grad: bool = True) -> None:
+        self.size, self.requires_grad = size, requires_grad
+
+    def numel(self) -> int:
+        return self.size
+
+
+class Model:
+    def parameters(self):
+        return iter([Layer(10**6), Layer(10**9, requires_grad=False), Layer(3)])
+
+
+def test_parameters_may_be_a_model_whose_trainable_ones_are_counted() -> None:
+    given = {"epsilon": 1.0, "delta": 1e-5}
+    found = calibrate(gradient, parameters=Model(), **given)
+    assert found == calibrate(gradient, parameters=10**6 + 3, **given)
+    assert found.noise_std > calibrate(gradient, **given).noise_std
+    for wrong in (0, True, 2.5, "many"):
+        with pytest.raises(InputError, match="a model, or a whole number"):
+            calibrate(gradient, parameters=wrong, **given)
+
+
 def test_a_schedule_is_scaled_as_a_whole() -> None:
     shape = np.geomspace(1, 4, 50)
     found = calibrate(

@@ -17,6 +17,7 @@ from expunge import calibrate, guarantee
 from expunge.accounting import gaussian
 from expunge.accounting.dpsgd import (
     Losses,
+    _log_delta_renyi,
     _mixture_losses,
     _parts,
     compose_log_delta,
@@ -24,7 +25,6 @@ from expunge.accounting.dpsgd import (
     group_log_delta,
     log_group_factor,
     renyi_divergence,
-    textbook_log_delta,
 )
 from expunge.accounting.guarantee import log_delta
 from expunge.errors import InputError
@@ -40,6 +40,20 @@ def paper(sigma: float) -> GroupDPSGD:
     return GroupDPSGD(
         clip=0.5, noise_multiplier=sigma, sampling_rate=128 / 45_000, steps=35_157, group_size=225
     )
+
+
+def textbook_log_delta(recipe: GroupDPSGD, epsilon: float) -> float:
+    """The usual detour by way of one example: log δ = log δ₁(ε/k) + log (e^ε - 1)/(e^{ε/k} - 1).
+
+    δ₁ by Rényi or by ``dp_accounting``, whichever is smaller. For the paper's 225 of 45,000
+    examples at (50, 1e-5) it asks for a noise multiplier of 25.4, the direct way for 18.0.
+    """
+    event = dp_accounting.GaussianDpEvent(recipe.noise_multiplier)
+    sampled = dp_accounting.PoissonSampledDpEvent(recipe.sampling_rate, event)
+    accountant = pld.PLDAccountant().compose(sampled, recipe.steps)
+    one = float(accountant.get_delta(epsilon / recipe.group_size)) + 1e-14 * recipe.steps
+    value = math.log(one) + log_group_factor(epsilon, recipe.group_size)
+    return min(value, _log_delta_renyi(recipe, epsilon))
 
 
 def exact_one_step(k: int, q: float, sigma: float, epsilon: float, added: bool) -> mpmath.mpf:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee, log_delta
 from expunge.accounting.precision import (
@@ -44,6 +44,15 @@ AnyRecipe = TypeVar(
     Retraining,
     ConvexHeadRecipe,
 )
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What has ``parameters()``, as a torch module does; torch itself is not needed here."""
+
+    def parameters(self) -> Iterable[Any]: ...
+
+
 SMALLEST, LARGEST, MOST_STEPS = 1e-150, 1e150, 2**40
 
 
@@ -55,7 +64,7 @@ def calibrate(
     compared_to: ComparedTo = "retrained",
     find: Literal["smallest", "largest", "fewest"] = "smallest",
     start: float = 1.0,
-    parameters: int | None = None,
+    parameters: int | Model | None = None,
     problem: Problem = STATED,
     execution: Execution = IDEAL,
     relative: float = 1e-11,
@@ -66,9 +75,9 @@ def calibrate(
     ``find="largest"``: the largest real x, for a clip (less of it is safer);
     ``find="fewest"``: the smallest whole x, for a number of steps.
     The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
-    of the best one. With ``parameters``, the number of certified parameters, the target is met by
-    a real run of that many, whose finite precision costs a little (``expunge.accounting.precision``); in
-    full-batch descent ``problem`` says of which model.
+    of the best one. With ``parameters``, a model or the number of its certified parameters, the
+    target is met by a real run, whose finite precision costs a little
+    (``expunge.accounting.precision``); in full-batch descent ``problem`` says of which model.
     ``start`` is where the search begins, if evaluating far from it is costly.
 
     >>> from expunge import OutputPerturbation
@@ -88,12 +97,27 @@ def calibrate(
     best = _search(make, target, find, start, relative)
     if parameters is None:
         return best
+    size = count_parameters(parameters)
     while True:
-        rounding = execution.rounding + _rounding(best, parameters, problem)
+        rounding = execution.rounding + _rounding(best, size, problem)
         if target.on(replace(execution, rounding=rounding)).excess(best) <= 0:
             return best
         real = replace(execution, rounding=rounding * (1 + 1e-6))
         best = _search(make, target.on(real), find, start, relative)
+
+
+def count_parameters(given: int | Model) -> int:
+    """The number itself, or how many numbers a model trains; shared parameters count once.
+
+    >>> count_parameters(20_042)
+    20042
+    """
+    if isinstance(given, Model):
+        return sum(p.numel() for p in given.parameters() if p.requires_grad)
+    whole = isinstance(cast(object, given), int) and not isinstance(given, bool)
+    if not whole or given < 1:
+        raise InputError.of("parameters", given, "a model, or a whole number >= 1")
+    return given
 
 
 def _rounding(recipe: Recipe, parameters: int, problem: Problem) -> float:

@@ -1,34 +1,23 @@
-"""Privacy loss distributions: many equal steps composed exactly, with relative precision at any δ.
-
-A step is a pair of laws (P, Q) with loss ``ℓ = log dP/dQ``. Its losses are rounded to a grid so
-that every atom splits into its two neighbours with both its P-mass and its Q-mass kept: the
-original pair is a function of the rounded one, so δ can only grow (the "connect the dots" of
-Doroshenko et al. 2022, here cell by cell). T steps are a T-fold convolution, and
-
-    δ(ε) = T p_∞ + Σ_ℓ (1 - e^{ε-ℓ})_+ p_T(ℓ).
-
-The convolution is done with the fast Fourier transform after tilting p by e^{θℓ}, with θ such that
-the sum's mean is ε: then p_T is computed relative to its size near ε, and rounding noise, which
-would drown a plain transform near 1e-16 T, is scaled down with it.
-
-DP-SGD and a forget set of k examples: the exact law of what they can change, composed.
+"""DP-SGD and a forget set of k examples: the exact law of what they can change, composed.
 
 In one Poisson-sampled step the number of the k examples in the batch is Binomial(k, q), and each
 moves the sum by at most ``clip``. Whatever else the step does, the pair of laws with and without
 the k examples is no easier to tell apart than (Choquette-Choo et al. 2023, Corollary 4.7; Ganesh
 2024)
 
-    Σ_c Binomial(k, q)(c) · N(c/σ, 1)    and    N(0, 1),        σ the noise multiplier,
+    P = Σ_c Binomial(k, q)(c) · N(c/σ, 1)    and    Q = N(0, 1),      σ the noise multiplier,
 
-in both directions, and T steps no easier than T independent copies. ``group_log_delta`` composes
-their privacy losses (``expunge.accounting.dpsgd``). Minibatches must really be Poisson sampled.
+in both directions, and T steps no easier than T independent copies. Minibatches must really be
+Poisson sampled. The loss ``ℓ = log dP/dQ`` of a step is rounded to a grid so that every atom splits
+into its two neighbours with both its P-mass and its Q-mass kept: the original pair is a function
+of the rounded one, so δ can only grow (the "connect the dots" of Doroshenko et al. 2022, here cell
+by cell). T steps are a T-fold convolution, and
 
-``textbook_log_delta`` is the usual detour instead: (ε₁, δ₁) for one example, then group privacy,
+    δ(ε) = T p_∞ + Σ_ℓ (1 - e^{ε-ℓ})_+ p_T(ℓ).
 
-    log δ = log δ₁(ε/k) + log (e^ε - 1)/(e^{ε/k} - 1).
-
-It is kept for comparison: for the paper's 225 of 45,000 examples at (50, 1e-5) it asks for a noise
-multiplier of 25.4, the direct way for 18.0.
+The convolution is a fast Fourier transform after tilting p by e^{θℓ}, with θ such that the sum's
+mean is ε: then p_T is computed relative to its size near ε, and rounding noise, which would drown a
+plain transform near 1e-16 T, is scaled down with it.
 """
 
 from __future__ import annotations
@@ -232,41 +221,12 @@ def group_epsilon(recipe: GroupDPSGD, delta: float) -> float:
     return math.inf if ends is None else tighten(excess, *ends, relative=1e-9)
 
 
-def textbook_log_delta(recipe: GroupDPSGD, epsilon: float) -> float:
-    """log δ for the group by way of one example: Rényi or ``dp_accounting``, whichever is smaller.
-
-    >>> recipe = GroupDPSGD(clip=1.0, noise_multiplier=4.0, sampling_rate=0.01, steps=1000,
-    ...                     group_size=5)
-    >>> round(textbook_log_delta(recipe, 2.0), 2)
-    -15.87
-    """
-    sigma, q, T = recipe.noise_multiplier, recipe.sampling_rate, recipe.steps
-    if not (0.2 <= sigma <= 1e5 and T <= 10**8):  # there the library runs out of memory or digits
-        return _log_delta_renyi(recipe, epsilon)
-    one = float(_accountant(sigma, q, T).get_delta(epsilon / recipe.group_size))
-    # Its Fourier transform loses up to about 1e-16 per step, and may answer 0.
-    value = math.log(one + 1e-14 * T) + log_group_factor(epsilon, recipe.group_size)
-    return min(value, _log_delta_renyi(recipe, epsilon))
-
-
 def _log_expm1(x: float) -> float:
     return x + math.log(-math.expm1(-x))
 
 
 def _log_up(x: float) -> float:
     return math.log(x) + 1e-12 if x > 0 else -math.inf
-
-
-@functools.lru_cache(maxsize=64)
-def _accountant(sigma: float, sampling_rate: float, steps: int) -> Any:
-    """The privacy loss distribution of ``dp_accounting``."""
-    import dp_accounting
-    from dp_accounting import pld
-
-    event = dp_accounting.GaussianDpEvent(sigma)
-    return pld.PLDAccountant().compose(
-        dp_accounting.PoissonSampledDpEvent(sampling_rate, event), steps
-    )
 
 
 @functools.lru_cache(maxsize=4096)

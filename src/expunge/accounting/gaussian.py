@@ -30,7 +30,7 @@ _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 _EPS = float(np.finfo(np.float64).eps)
 _TINY = float(np.finfo(np.float64).tiny)
 _DENORMAL = 5e-324
-# Rounding errors of the formulas below, measured against 60 digits: tests/accounting/test_gaussian.py.
+# Rounding errors of the formulas below, measured in tests/accounting/test_gaussian.py.
 _RELATIVE_MARGIN = 4e-13
 _LOG_SQRT_2PI = 0.5 * float(np.log(2 * np.pi))
 

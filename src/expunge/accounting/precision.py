@@ -1,4 +1,4 @@
-"""Finite precision, accounted: the power-of-two grid a run lives on, and what it costs.
+"""What finite precision costs: the power-of-two grid a run lives on, accounted.
 
 The certified vector is ``x = centre + g k`` with whole numbers ``k``. One noisy step is
 
@@ -12,11 +12,9 @@ sensitivity grows from s_t to at most ``s_t + (2 + 2e) g √d``, where ``e`` bou
 float64 arithmetic in cells. Projections are followed by rounding towards the centre, which never
 leaves the ball: output perturbation and model clipping pay nothing.
 
-Where the constants of full-batch descent come from, and what finite precision adds to them.
-
-``NoisyDescent`` and ``RewindToDelete`` rest on ``‖∇f_i‖ ≤ G``, ``f_i`` ``L_f``-smooth, and
-convexity (THEORY section 5). For softmax regression over feature vectors clipped to norm B they
-are *computed*: with probabilities p, one-hot label e and features a,
+Full-batch descent rests on constants besides: ``‖∇f_i‖ ≤ G``, ``f_i`` ``L_f``-smooth, and convexity
+(THEORY section 5). For softmax regression over feature vectors clipped to norm B they are
+*computed*: with probabilities p, one-hot label e and features a,
 
     ∇f = (p - e) ⊗ a,                    ‖∇f‖ ≤ √2 B             ‖p - e‖₂ ≤ √2
     ∇²f = (diag p - p pᵀ) ⊗ a aᵀ,        0 ≤ ∇²f ≤ B²/2           λ_max(diag p - p pᵀ) ≤ 1/2
@@ -86,11 +84,8 @@ def choose_precision(recipe: NoisyRecipe, size: int) -> Precision:
     smallest, largest = _exponent(min(levels)), _exponent(max(levels))
     floor = max(smallest + FINEST, largest - MOST_CELLS, _SMALLEST_EXPONENT)
     exponent = max(smallest + COARSEST, floor)
-    ideal = _mus(recipe, IDEAL)
     while exponent > floor:
-        rounding = bound_rounding(recipe, math.ldexp(1.0, exponent), size)
-        costs = _mus(recipe, Execution(rounding=rounding)) if rounding > 0 else ideal
-        if all(a <= b * (1 + RELATIVE_COST) for a, b in zip(costs, ideal, strict=True)):
+        if _is_cheap(recipe, bound_rounding(recipe, math.ldexp(1.0, exponent), size)):
             break
         exponent -= 1
     grid = math.ldexp(1.0, exponent)
@@ -173,11 +168,16 @@ def _exponent(sigma: float) -> int:
     return math.frexp(sigma)[1] - 1
 
 
-def _mus(recipe: NoisyRecipe, execution: Execution) -> list[float]:
-    """μ on both sides; model clipping has none, and no rounding either."""
+def _is_cheap(recipe: NoisyRecipe | DescentRecipe, rounding: float) -> bool:
+    """Whether this rounding raises μ by less than 0.02 % on both sides; model clipping has no μ."""
+    if rounding == 0 or not math.isfinite(rounding):
+        return rounding == 0
     sides: tuple[ComparedTo, ...] = ("retrained", "centre")
-    proved = [mu(recipe, compared_to=side, execution=execution) for side in sides]
-    return [0.0 if value is None else value for value in proved]
+    found = [
+        [mu(recipe, compared_to=side, execution=e) or 0.0 for side in sides]
+        for e in (Execution(rounding=rounding), IDEAL)
+    ]
+    return all(a <= b * (1 + RELATIVE_COST) for a, b in zip(*found, strict=True))
 
 
 _UNIT = 2.0**-53  # relative error of one float64 operation
@@ -253,9 +253,9 @@ def bound_descent_rounding(
 ) -> float:
     """What finite precision adds to each step's sensitivity: (1 + max(c, 1) + 2e) g √d + 2 η e_G.
 
-    As in ``expunge.accounting.precision``: one rounding before the noise, one after it that the next step
-    expands by c, ``e`` cells of float64 arithmetic; and the gradient's own error ``e_G`` in each
-    of the two runs. For stated constants e_G is not known and counts as 0, which is assumed.
+    One rounding before the noise, one after it that the next step expands by c, ``e`` cells of
+    float64 arithmetic; and the gradient's own error ``e_G`` in each of the two runs. For
+    stated constants e_G is not known and counts as 0, which is assumed.
     """
     c, _ = bound_expansion(recipe)
     reach = recipe.learning_rate * recipe.gradient_bound / grid
@@ -279,10 +279,9 @@ def choose_descent_precision(recipe: DescentRecipe, problem: Problem, size: int)
     room = math.frexp(2 * reached / LARGEST_CELL)[1] if reached > 0 else _SMALLEST_EXPONENT
     exponent = smallest + COARSEST
     floor = min(max(smallest + FINEST, room, _SMALLEST_EXPONENT), exponent)
-    ideal = mu(recipe, execution=IDEAL)
-    assert ideal is not None
     while exponent > floor:
-        if _cost(recipe, problem, exponent, size) <= ideal * (1 + RELATIVE_COST):
+        grid = math.ldexp(1.0, exponent)
+        if _is_cheap(recipe, bound_descent_rounding(recipe, problem, grid, size)):
             break
         exponent -= 1
     grid = math.ldexp(1.0, exponent)
@@ -290,15 +289,6 @@ def choose_descent_precision(recipe: DescentRecipe, problem: Problem, size: int)
     if not math.isfinite(rounding):
         raise InputError.of("noise_std", sigma, "small enough that float64 still has digits left")
     return Precision(grid, rounding)
-
-
-def _cost(recipe: DescentRecipe, problem: Problem, exponent: int, size: int) -> float:
-    rounding = bound_descent_rounding(recipe, problem, math.ldexp(1.0, exponent), size)
-    if not math.isfinite(rounding):
-        return math.inf
-    value = mu(recipe, execution=Execution(rounding=rounding))
-    assert value is not None
-    return value
 
 
 DPSGD_ASSUMPTIONS = (

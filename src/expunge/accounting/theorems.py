@@ -1,15 +1,12 @@
-"""The two inequalities everything rests on, for general steps.
+"""One pure function per theorem: from a recipe and its execution to μ, or to log δ at ε.
 
-Contraction with noise (THEORY section 3): ``iterate``, ``iterate_constant``, ``minorant_mu`` give a
-Gaussian-differential-privacy parameter μ. Bounded steps with noise (THEORY section 4): ``mix``
-gives δ at a fixed ε. Every result is rounded to the safe side.
-
-One pure function per theorem: from a recipe and its execution to μ, or to log δ at ε.
-
-``starts`` is the distance of the two starts in units of the start's radius: 2 against the
-retrained model, 1 against the centre. ``rounding`` is what finite precision adds to the distance
-of two points in each step that does not end in a projection; a projection rounds towards the
-centre and adds nothing (``expunge.accounting.precision``). Every number is rounded to the safe side.
+Two inequalities carry them all, for general steps: contraction with noise (THEORY section 3:
+``iterate``, ``iterate_constant``, ``minorant_mu`` give μ) and bounded steps with noise (section 4:
+``mix`` gives δ at a fixed ε). ``starts`` is the distance of the two starts in units of the start's
+radius: 2 against the retrained model, 1 against the centre. ``rounding`` is what finite precision
+adds to the distance of two points in each step that does not end in a projection; a projection
+rounds towards the centre and adds nothing (``expunge.accounting.precision``). Every number is
+rounded to the safe side.
 """
 
 from __future__ import annotations
@@ -33,6 +30,8 @@ from expunge.recipes import (
 )
 
 Array = npt.NDArray[np.float64]
+MAX_MINORANT = 10**7
+HUGE = 1e150
 SMALLEST = 1e-300  # what a positive number too small for a float is rounded up to
 ENOUGH = -5000.0  # log δ below which more steps are not worth counting: stopping early is sound
 
@@ -229,10 +228,6 @@ def _log_theta(epsilon: float, mu: float) -> float:
         bracket += 0.5 * math.exp(epsilon) * math.erfc((h + u) * math.sqrt(0.5))
         return math.log1p(-bracket * (1 - 1e-12))
     return float(gaussian.log_delta(epsilon, mu))
-
-
-MAX_MINORANT = 10**7
-HUGE = 1e150
 
 
 def round_group(recipe: GroupDPSGD, rounding: float) -> GroupDPSGD:

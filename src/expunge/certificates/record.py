@@ -128,8 +128,8 @@ class Statistics:
     """Where the weights of a head built to forget come from.
 
     ``features`` describes the public map to integers (network's hash, bits, lift, seed, how rows
-    were evaluated), ``head`` what was solved; ``samples`` is how many rows remain and ``digest`` the
-    SHA-256 of their exact sums, which anyone with the stored integers can compute again.
+    were evaluated), ``head`` what was solved; ``samples`` is how many rows remain and ``digest``
+    the SHA-256 of their exact sums, which anyone with the stored integers can compute again.
     """
 
     features: Mapping[str, Any]
@@ -149,15 +149,16 @@ class RunRecord:
     ``parameters`` counts the certified ones; ``grid`` is the power-of-two grid (0.0: none);
     ``noise`` is the noise source's description (``source`` "system", "seeded" or "none",
     ``generator``, ``releasable``, ``seed``) and ``noise_keys`` how many keys it used (one, plus one
-    per resume). Weights are hashed by :func:`expunge.certificates.hashing.hash_tensors`: ``weights_before`` all
+    per resume). Weights are hashed as in ``expunge.certificates.hashing``: ``weights_before`` all
     tensors of the old model, ``weights_noisy`` all tensors right after the last noise,
     ``weights_after`` all tensors of the released file, ``centre`` those of the centre; ``public``
     are the ones that are not certified (``frozen`` and ``frozen_names`` in records of before
     version 0.2). ``checked``: the identifiers of forget and retained data were known, as many as
-    there are data, and have none in common. ``gradient_evaluations`` counts examples in the noisy steps; ``start`` is "model",
-    "centre" for the control that never saw the old model, or "fresh" for a run from a start that
-    saw no data (``initialisation`` says which). ``problem`` says where the constants of full-batch
-    descent come from; ``processes`` how several worked together, None for one.
+    there are data, and have none in common. ``gradient_evaluations`` counts examples in the noisy
+    steps; ``start`` is "model", "centre" for the control that never saw the old model, or "fresh"
+    for a run from a start that saw no data (``initialisation`` says which). ``problem`` says where
+    the constants of full-batch descent come from; ``processes`` how several worked together, None
+    for one.
 
     >>> record = RunRecord(
     ...     recipe=recipes.Retraining(), parameters=3, grid=0.0, execution=Execution(),

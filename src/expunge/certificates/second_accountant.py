@@ -1,28 +1,19 @@
-"""The guarantee computed a second time, another way: forward recursions in 50 digits.
+"""The guarantee computed a second time, another way, by code that shares nothing with the first.
 
-Nothing here uses ``expunge.accounting.guarantee``. That module sums in log space, in floats, rounded up;
-this one iterates the theorems as they stand (THEORY sections 2 to 4) with mpmath and decimals:
+``expunge.accounting`` sums in log space, in floats, rounded up, and is never imported here. This
+iterates the theorems as they stand (THEORY sections 2 to 5) with mpmath and decimals of 50 digits:
 
-    W ← ρ_t W + s_t,   V ← ρ_t² V + σ_t²,   μ² = min over prefixes of W²/V      gradient clipping
-    γ ← 1 + (e^ε - 1)/δ,   δ ← δ θ_{log γ}(2 C2/σ_t)                            model clipping
-
-Domain: every method; full-batch descent in ``expunge.certificates.second_accountant``, DP-SGD, to eight
-digits instead of fifty, in ``expunge.certificates.second_accountant``.
-
-Full-batch descent computed a second time: step by step in 50-digit decimals.
-
-Nothing here uses ``expunge.accounting.theorems`` or ``expunge.accounting.theorems``. With the expansion c of one step
-and its shift s_t (ηΔ on all data, 0 on retained data, both plus rounding):
-
+    gradient clipping  W ← ρ_t W + s_t,  V ← ρ_t² V + σ_t²,  μ² = min over prefixes of W²/V
+    model clipping     γ ← 1 + (e^ε - 1)/δ,  δ ← δ θ_{log γ}(2 C2/σ_t)
     noisy descent      blocks (ΔW_t, ΔV_t) = (s_t c^-t, σ² c^-2t), neighbours merged while their
                        slopes fall;  μ² = Σ (ΔW)²/ΔV over the blocks that remain
     rewind-to-delete   z ← c z + s_t,  μ = z/σ
 
-DP-SGD for a group, computed a second time: the composed privacy loss by Laplace inversion.
-
-Nothing here uses ``expunge.accounting.dpsgd`` or ``expunge.accounting.dpsgd``, which round the losses of one step
-to a grid and convolve them. With P = Σ_c Binomial(k, q)(c) N(c/σ, 1), Q = N(0, 1) and
-L = log dP/dQ, the losses of T steps have the moment generating function M(s)^T,
+with c the expansion of one full-batch step and s_t its shift (ηΔ on all data, 0 on retained data,
+both plus rounding). DP-SGD is good to eight digits: the first accountant rounds the losses of a
+step to a grid and convolves them, this one inverts a Laplace transform. With
+P = Σ_c Binomial(k, q)(c) N(c/σ, 1), Q = N(0, 1) and L = log dP/dQ, the losses of T steps have the
+moment generating function M(s)^T,
 
     M(s) = E_Q e^{(1+s) L}  with the group,      M(s) = E_Q e^{-s L}  without it,
 
@@ -31,7 +22,7 @@ and along a line Re s = c through the saddle point of the integrand
     (1/2πi) ∫ e^{-sε} M(s)^T / (s (s + 1)) ds  =  δ(ε) for c > 0,  δ(ε) - 1 for -1 < c < 0.
 
 M is a Gauss–Legendre sum, exact to rounding; the line a trapezoidal sum, whose step is halved
-until nothing changes. Both converge exponentially, so that the result is good to 1e-8.
+until nothing changes.
 """
 
 from __future__ import annotations
@@ -66,13 +57,16 @@ from expunge.recipes import (
 )
 
 Array = npt.NDArray[np.float64]
+Complex = npt.NDArray[np.complex128]
 _DECIMAL = decimal.Context(
     prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation]
 )
 _LONG, _TERMS, _REACH = 64, 24, Decimal(1) / 16
 _SMALL, _TINY, _ENOUGH = Decimal("0.01"), Decimal("1e-45"), Decimal("1e-2000")
-# Model clipping is recomputed step by step in 50 digits here.
+# Model clipping and full-batch descent are recomputed step by step in 50 digits.
 MAX_MIXING_STEPS = 100_000
+_TAIL, _NEGLIGIBLE, _SMALL_LOSS = 17.0, 1e-60, -30.0
+_MOST_TERMS, _TOLERANCE = 2**25, 1e-8
 # An mpmath number; the library has no types.
 Number = Any
 
@@ -381,12 +375,6 @@ def _log1p(x: Decimal) -> Decimal:
     return 2 * total
 
 
-_CONTEXT = decimal.Context(
-    prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation]
-)
-_INFINITE = Decimal("inf")
-
-
 def recompute_descent(recipe: NoisyDescent | RewindToDelete, rounding: float) -> Decimal:
     """μ² of one training run and its request.
 
@@ -399,7 +387,7 @@ def recompute_descent(recipe: NoisyDescent | RewindToDelete, rounding: float) ->
     steps = recipe.train_steps + recipe.steps
     if steps > MAX_MIXING_STEPS:
         raise InputError.of("train_steps + steps", steps, f"at most {MAX_MIXING_STEPS}")
-    with decimal.localcontext(_CONTEXT):
+    with decimal.localcontext(_DECIMAL):
         c, shift = _read_step(recipe)
         if shift == 0:
             return Decimal(0)
@@ -410,7 +398,7 @@ def recompute_descent(recipe: NoisyDescent | RewindToDelete, rounding: float) ->
             if early == 0:
                 return Decimal(0)
         if variance == 0:
-            return _INFINITE
+            return Decimal("inf")
         shifts = [shift + extra] * early + [extra] * recipe.steps
         if isinstance(recipe, NoisyDescent):
             return _merge_blocks(c, shifts, variance)
@@ -443,11 +431,6 @@ def _merge_blocks(c: Decimal, shifts: list[Decimal], variance: Decimal) -> Decim
         blocks.append((W, V))
         unit *= inverse
     return sum((W * W / V for W, V in blocks), Decimal(0))
-
-
-Complex = npt.NDArray[np.complex128]
-_TAIL, _NEGLIGIBLE, _SMALL_LOSS = 17.0, 1e-60, -30.0
-_MOST_TERMS, _TOLERANCE = 2**25, 1e-8
 
 
 def recompute_group_delta(recipe: GroupDPSGD, epsilon: float) -> float:
