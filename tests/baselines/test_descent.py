@@ -253,7 +253,7 @@ def test_start_is_untouched_and_identifiers_are_committed():
         ),
         (
             lambda r, d: forget(descend(model(), d, r), drop(d, K), forget_ids=["s9"]),
-            "retain_ids holds 's9', which is in forget_ids too",
+            "retain_ids holds 's9', which is forgotten",
         ),
         (
             lambda r, d: descend(model(), replace_inputs(d, math.nan), r),

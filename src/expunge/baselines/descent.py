@@ -3,19 +3,18 @@
     x_{t+1} = x_t - η ∇F(x_t) [+ N(0, σ² I)],      F = (1/n) Σ f_i + (m/2) ‖x‖²
 
 ``descend`` trains on all data from a public start, ``forget`` answers a request on the retained
-data. With :class:`~expunge.baselines.descent.SoftmaxRegression` every constant of the recipe is computed;
-with any other model it is what the user states (``expunge.accounting.precision``). The vector lives on the
-engine's grid and its noise is the engine's, so that finite precision is accounted.
-
-Softmax regression over clipped features: the model whose constants are computed, not assumed.
+data. With :class:`SoftmaxRegression` every constant of the recipe is computed; with any other model
+it is what the user states (``expunge.accounting.precision``). The vector lives on the engine's grid
+and its noise is the engine's, so that finite precision is accounted.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,18 +31,25 @@ from expunge.accounting.precision import (
     find_disagreements,
     norm_margin,
 )
-from expunge.certificates.identifiers import commit_disjoint, read_names
-from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
+from expunge.certificates.identifiers import commit
+from expunge.certificates.record import NO_NOISE, PublicTensors, Run, RunRecord, Trace
 from expunge.errors import InputError, UnlearningError
-from expunge.noisy.model import CertifiedModel, check_finite, copy_model
-from expunge.noisy.noise import Noise, SystemNoise
-from expunge.noisy.vector import CertifiedVector, FloatVector, GridVector, Update
-from expunge.processes.weights import hash_weights, save_weights
+from expunge.noisy.model import (
+    CertifiedModel,
+    Public,
+    check_finite,
+    check_unchanged,
+    copy_model,
+)
+from expunge.noisy.noise import Noise, check_noise
+from expunge.noisy.vector import FloatVector, GridVector, Update
+from expunge.processes.weights import hash_weights, list_tensors, save_weights
 from expunge.progress import show_progress
 from expunge.recipes import STATED, DescentRecipe, Execution, NoisyDescent, Problem, RewindToDelete
+from expunge.training.batches import move_batch
 from expunge.training.losses import LossFunction, compute_loss
-from expunge.training.randomness import untouched_random
-from expunge.training.train import InMemory
+from expunge.training.randomness import refused_random, untouched_random
+from expunge.training.train import InMemory, read_request, read_retained
 
 FORMAT = "expunge-descent-1"
 Prepare = Callable[[Tensor], Tensor]
@@ -68,6 +74,7 @@ class Descent:
     noise_keys: int
     start: str | None
     ids: tuple[str, ...] | None
+    public: PublicTensors | None = None
 
     def save(self, path: str | Path) -> None:
         """One safetensors file with everything but the module's code."""
@@ -78,9 +85,10 @@ class Descent:
             "recipe": recipes.to_dict(self.recipe),
             "problem": asdict(self.problem),
             "precision": asdict(self.precision),
+            "public": None if self.public is None else asdict(self.public),
         }
         tensors = {f"state.{name}": t for name, t in self.state.items()}
-        tensors |= {f"model.{name}": t for name, t in self.model.state_dict().items()}
+        tensors |= {f"model.{name}": t for name, t in list_tensors(self.model).items()}
         save_weights(path, tensors, {"expunge": json.dumps(about)})
 
     @classmethod
@@ -93,7 +101,9 @@ class Descent:
             about["precision"] = Precision(**about["precision"])
             about["trace"] = tuple(tuple(row) for row in about["trace"])
             about["ids"] = None if about["ids"] is None else tuple(about["ids"])
-            copied = copy_model(model, None).model
+            public = about.get("public")
+            about["public"] = None if public is None else PublicTensors(**public)
+            copied = copy.deepcopy(model)
             copied.load_state_dict(_under("model.", tensors))
             return cls(model=copied, state=_under("state.", tensors), **about)
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -107,6 +117,7 @@ def descend(
     *,
     loss_fn: LossFunction = cross_entropy,
     prepare: Prepare | None = None,
+    public: Public | None = None,
     noise: Noise | None = None,
     ids: Iterable[str | int] | None = None,
     device: torch.device | str | None = None,
@@ -116,7 +127,9 @@ def descend(
 
     ``model`` is the public start: it must not depend on the data, and is not changed. ``data`` has
     ``inputs`` and ``targets`` in memory; ``prepare(inputs)`` turns them into what the model takes.
-    ``loss_fn`` is a mean over examples. ``ids`` identify the data (default: ``data.ids``).
+    ``loss_fn`` is a mean over examples; a model that draws random numbers is refused. ``public`` is
+    where tensors that are not trained come from, as in :func:`expunge.unlearn`. ``ids`` identify
+    the data (default: ``data.ids``).
 
     >>> from expunge.accounting.precision import softmax_constants
     >>> from expunge.training.batches import Batches
@@ -133,15 +146,16 @@ def descend(
         raise InputError.of("recipe", recipe, "NoisyDescent or RewindToDelete")
     if len(data.targets) != recipe.examples:
         raise InputError.of("examples", recipe.examples, f"{len(data.targets)}, the data's number")
-    noise = noise or SystemNoise()
+    source = check_noise(noise)
+    names = read_retained(data, ids, None)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_model(model, None, device=device)
-        check_finite(subject.certified)
-        problem = _read_problem(subject, recipe, loss_fn)
-        precision = choose_descent_precision(recipe, problem, subject.size)
-        walk = _Walk(subject, problem, recipe, precision, noise)
+        certified = copy_model(model, public=public, device=device)
+        check_finite(certified.certified)
+        problem = _read_problem(certified, recipe, loss_fn)
+        precision = choose_descent_precision(recipe, problem, certified.size)
+        walk = _Walk(certified, problem, recipe, precision, source)
         walk.vector.start(math.inf)
-        public = {name: p.detach().clone() for name, p in subject.certified.items()}
+        start = {name: p.detach().clone() for name, p in certified.certified.items()}
         walk.learn_from(data, loss_fn, prepare)
         T, K, sigma = recipe.train_steps, recipe.steps, recipe.noise_std
         noisy = isinstance(recipe, NoisyDescent)
@@ -151,10 +165,10 @@ def descend(
         rows = tuple(walk.rows)
         if not noisy:
             walk.go(T - K + 1, T, 0.0, progress)
-    known = getattr(data, "ids", None) if ids is None else ids
-    nonzero = any(bool(p.any()) for p in public.values())
+        check_unchanged(certified)
+    nonzero = any(bool(p.any()) for p in start.values())
     return Descent(
-        model=subject.model,
+        model=certified.model,
         recipe=recipe,
         problem=problem,
         precision=precision,
@@ -162,8 +176,9 @@ def descend(
         trace=rows,
         noise=walk.describe_noise(),
         noise_keys=walk.noise_keys,
-        start=hash_weights(public) if nonzero else None,
-        ids=read_names(known),
+        start=hash_weights(start) if nonzero else None,
+        ids=names,
+        public=certified.public,
     )
 
 
@@ -184,7 +199,7 @@ def forget(
     are identified, the retained ones must be among those trained on. The noise should be of the
     same source as in training, and a fresh key of it; a seed continues where training stopped.
     """
-    recipe, noise = trained.recipe, noise or SystemNoise()
+    recipe, source = trained.recipe, check_noise(noise)
     gone = recipe.examples - len(retain_loader.targets)
     if not 0 <= gone <= recipe.group_size:
         raise InputError.of(
@@ -193,14 +208,17 @@ def forget(
             f"from {recipe.examples - recipe.group_size} to {recipe.examples}: the recipe forgets "
             f"at most group_size = {recipe.group_size} of {recipe.examples}",
         )
-    if trained.noise_keys > 0 and noise.describe() != trained.noise:
+    if trained.noise_keys > 0 and source.describe() != trained.noise:
         raise InputError.of("noise", noise, f"of the source that trained: {trained.noise}")
-    known = getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
-    forgotten, retained = commit_disjoint(forget_ids, known)
-    _check_members(trained.ids, read_names(known), read_names(forget_ids))
+    forgotten = read_request(forget_ids)
+    known = read_retained(retain_loader, retain_ids, forgotten)
+    _check_members(trained.ids, known, forgotten)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_model(trained.model, None)
-        walk = _Walk(subject, trained.problem, recipe, trained.precision, noise)
+        declared = () if trained.public is None else trained.public.names
+        certified = replace(copy_model(trained.model, public=declared), public=trained.public)
+        if trained.public is not None and hash_weights(certified.kept) != trained.public.hash:
+            raise UnlearningError("a public tensor of trained.model changed after the training")
+        walk = _Walk(certified, trained.problem, recipe, trained.precision, source)
         walk.vector.load(trained.state)
         walk.rows = list(trained.trace)
         walk.learn_from(retain_loader, loss_fn, prepare)
@@ -212,7 +230,8 @@ def forget(
             walk.draw(T + 1)
             walk.go(T - K + 1, T, 0.0, progress)
             walk.perturb(T + 1, sigma)
-    after = hash_weights(subject.model.state_dict())
+        check_unchanged(certified)
+    after = hash_weights(list_tensors(certified.model))
     seen = len(walk.rows) - isinstance(recipe, RewindToDelete)
     record = RunRecord(
         recipe=recipe,
@@ -222,17 +241,18 @@ def forget(
         noise_keys=trained.noise_keys + walk.noise_keys,
         trace=make_trace(walk.rows),
         gradient_evaluations=(seen - K) * recipe.examples + K * len(retain_loader.targets),
-        weights_before=hash_weights(trained.model.state_dict()),
+        weights_before=hash_weights(list_tensors(trained.model)),
         weights_noisy=after,
         weights_after=after,
         centre=trained.start,
-        forget=forgotten,
-        retain=retained,
+        forget=None if forgotten is None else commit(forgotten),
+        retain=None if known is None else commit(known),
+        checked=None not in (forgotten, known, trained.ids),
         start="fresh",
         problem=trained.problem,
-        **subject.describe(),
+        **certified.describe(),
     )
-    return Run(subject.model, record)
+    return Run(certified.model, record, None if forgotten is None else frozenset(forgotten))
 
 
 class _Walk:
@@ -240,16 +260,16 @@ class _Walk:
 
     def __init__(
         self,
-        subject: CertifiedModel,
+        certified: CertifiedModel,
         problem: Problem,
         recipe: DescentRecipe,
         precision: Precision,
         noise: Noise,
     ) -> None:
-        self.subject, self.problem, self.recipe = subject, problem, recipe
+        self.certified, self.problem, self.recipe = certified, problem, recipe
         self.noise, self.noise_keys, self.rows = noise, 0, list[Row]()
-        parameters = list(subject.certified.values())
-        self.vector: CertifiedVector = (
+        parameters = list(certified.certified.values())
+        self.vector: GridVector | FloatVector = (
             GridVector(parameters, None, precision.grid)
             if precision.grid > 0
             else FloatVector(parameters, None)
@@ -258,7 +278,7 @@ class _Walk:
 
     def learn_from(self, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None) -> None:
         """Descend along the mean gradient over ``data`` from here on."""
-        model, device = self.subject.model, self.subject.device
+        model, device = self.certified.model, self.certified.device
         if isinstance(model, SoftmaxRegression) and self.problem.feature_clip is not None:
             inputs = data.inputs if prepare is None else prepare(data.inputs)
             features, targets = model.clip_features(inputs), data.targets.to(device)
@@ -267,7 +287,7 @@ class _Walk:
             weight = model.weight.detach()
             self._gradient = lambda: [softmax_gradient(weight, features, targets)]
         else:
-            self._gradient = lambda: _mean_gradient(self.subject, data, loss_fn, prepare)
+            self._gradient = lambda: _mean_gradient(self.certified, data, loss_fn, prepare)
 
     def draw(self, last: int) -> None:
         """Take a key for the noise up to step ``last``; none if there is none to draw."""
@@ -320,32 +340,36 @@ def make_trace(rows: list[Row]) -> Trace:
     return Trace(**dict(zip(names, columns, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
-def _read_problem(subject: CertifiedModel, recipe: DescentRecipe, loss_fn: LossFunction) -> Problem:
+def _read_problem(
+    certified: CertifiedModel, recipe: DescentRecipe, loss_fn: LossFunction
+) -> Problem:
     """Computed constants for softmax regression with its own loss; stated ones for all else."""
-    model = subject.model
+    model = certified.model
     if type(model) is not SoftmaxRegression:
         return STATED
     if model.weight.dtype != torch.float64:
         raise InputError.of("weight.dtype", model.weight.dtype, "torch.float64")
     if loss_fn is not cross_entropy:
         raise InputError.of("loss_fn", loss_fn, "torch's cross_entropy for softmax regression")
-    problems = find_disagreements(recipe, model.problem, subject.size)
+    problems = find_disagreements(recipe, model.problem, certified.size)
     if problems:
         raise InputError("; ".join(problems))
     return model.problem
 
 
 def _mean_gradient(
-    subject: CertifiedModel, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None
+    certified: CertifiedModel, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None
 ) -> list[Tensor]:
     """(1/n) Σ ∇f_i by autograd, in chunks."""
-    n, device = len(data.targets), subject.device
+    n = len(data.targets)
     for start in range(0, n, ROWS):
-        x, y = data.inputs[start : start + ROWS].to(device), data.targets[start : start + ROWS]
-        batch = (x if prepare is None else prepare(x), y.to(device))
-        (compute_loss(subject.model, batch, loss_fn) * (len(y) / n)).backward()
+        rows = data.inputs[start : start + ROWS], data.targets[start : start + ROWS]
+        x, y = move_batch(rows, certified.device)
+        with refused_random("the mean gradient"):
+            batch = (x if prepare is None else prepare(x), y)
+            (compute_loss(certified.model, batch, loss_fn) * (len(y) / n)).backward()
     gradients: list[Tensor] = []
-    for p in subject.certified.values():
+    for p in certified.certified.values():
         gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
         p.grad = None
     return gradients

@@ -10,21 +10,20 @@ number is the expected batch size q n, which makes n public: the certifying algo
 without the k examples, divides by the same. Where n is private, give a ``divisor`` chosen without
 it. **Optimizer**: momentum, schedules and weight decay see y_t and x_t alone: post-processing.
 
-Sums, sampling and finite precision: ``expunge.baselines.dpsgd``.
-
-The noisy sum of DP-SGD: per-example gradients, clipped, Poisson sampled, on a grid, with noise.
-
 **Finite precision.** Each clipped gradient is cut to whole cells of a power-of-two grid, towards
 zero, so its norm stays within C; whole numbers are summed exactly in float64, in any order; and
-the noise is rounded Gaussians in whole cells (``expunge.noisy.noise``). So y_t is exactly a rounding of
-the ideal mechanism, provided that an example's gradient is a function of the example and of x_t:
-that it does not change, not in its last digit, with the rest of the batch. Kernels differ in the
-last digit between shapes, so all gradients are computed in batches of one shape, padded if need be;
-that they agree then is checked before the first step, and assumed afterwards.
+the noise is rounded Gaussians in whole cells (``expunge.noisy.noise``). So y_t is exactly a
+rounding of the ideal mechanism, provided that an example's gradient is a function of the example
+and of x_t: that it does not change, not in its last digit, with the rest of the batch. The kernels
+of a linear layer may round a row differently at another place. So gradients are computed in
+batches of one shape, padded if need be, in the first of three ways that passes a test: with one
+matrix product for all examples, with a product for each example, or one example at a time, which
+has no rest of the batch. The test (made-up examples, so that the choice does not depend on data:
+every place, other neighbours, equal bits) is made at x_0 and believed afterwards; the last way is
+right by construction. Random numbers are refused, in the model and in ``prepare``: a dropout mask
+drawn for a place in the batch would tie one example's gradient to who else is there.
 
-Per-example gradients are ``torch.func.vmap(grad(...))``: any module, no hooks. Opacus 1.6 is slower
-on the paper's CIFAR net (vmap takes 0.8 of its time) and faster by a millisecond a step on the tiny
-MNIST net (``make bench``).
+Per-example gradients are ``torch.func.vmap(grad(...))``: any module, no hooks.
 """
 
 from __future__ import annotations
@@ -45,24 +44,40 @@ from torch.nn.functional import cross_entropy
 
 from expunge.accounting.precision import norm_margin
 from expunge.baselines.descent import make_trace
-from expunge.certificates.identifiers import commit, read_names
+from expunge.certificates.identifiers import Commitment, commit
 from expunge.certificates.record import NO_NOISE, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.model import (
     CertifiedModel,
+    HeldState,
+    Public,
     check_finite,
     check_unchanged,
     copy_model,
 )
-from expunge.noisy.noise import Noise, StepNoise, SystemNoise
+from expunge.noisy.noise import Noise, StepNoise, check_noise
 from expunge.noisy.vector import CHUNK
-from expunge.processes.weights import hash_weights
+from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
 from expunge.recipes import Execution, GroupDPSGD
-from expunge.training.batches import Augment
 from expunge.training.losses import LossFunction, compute_loss
-from expunge.training.randomness import untouched_random
-from expunge.training.train import InMemory, MakeOptimizer, ScheduleName, schedule_factor
+from expunge.training.optimizers import Scheduled
+from expunge.training.randomness import DRAWS, refused_random, seed_random, untouched_random
+from expunge.training.train import (
+    InMemory,
+    MakeOptimizer,
+    ScheduleName,
+    read_request,
+    read_retained,
+    schedule_factor,
+)
+
+Prepare = Callable[[Tensor], Tensor]
+_CELLS = 26  # the grid is at most 2⁻²⁶ of the noise
+_COLUMNS = 4096
+_MOST = 2.0**52  # no sum of clipped gradients exceeds so many cells
+_PROBES = 4
+_ROUNDING = 1e-2  # gradients that differ by more depend on more than the order of adding
 
 
 def train_dpsgd(
@@ -77,24 +92,24 @@ def train_dpsgd(
     optimizer: MakeOptimizer | None = None,
     loss_fn: LossFunction = cross_entropy,
     prepare: Prepare | None = None,
-    augment: Augment | None = None,
+    public: Public | None = None,
     noise: Noise | None = None,
     divisor: float | None = None,
     physical_batch: int = 64,
     forget_ids: Iterable[str | int] | None = None,
     ids: Iterable[str | int] | None = None,
     device: torch.device | str | None = None,
-    seed: int = 0,
     progress: bool = False,
 ) -> Run:
     """Train a copy of ``model``, a start that saw no data, so that any k examples can be forgotten.
 
     The released model needs nothing more on request. ``data`` has ``inputs`` and ``targets`` in
-    memory; ``augment(inputs, generator)`` and ``prepare(inputs)`` must treat each example alone.
-    ``loss_fn`` is the mean over a batch, here of one example. Gradients are computed
-    ``physical_batch`` at a time, which bounds memory. ``seed`` draws augmentation and dropout;
-    sampling and noise come from ``noise``. ``forget_ids``, once known, are committed to: at most
-    ``group_size`` of ``ids`` (default: ``data.ids``).
+    memory; ``prepare(inputs)`` turns them into what the model takes. ``loss_fn`` is the mean over a
+    batch, here of one example. Gradients are computed at most ``physical_batch`` at a time, which
+    bounds memory. Sampling and noise come from ``noise``; nothing else is random. ``public`` is
+    where frozen parameters and buffers come from, as in :func:`expunge.unlearn`. ``forget_ids``,
+    once known, are committed to: at most ``group_size`` of the examples that ``ids`` identify
+    (default: ``data.ids``).
 
     >>> from expunge.training.batches import Batches
     >>> data = Batches(torch.eye(4), torch.tensor([0, 0, 1, 1]), batch_size=4)
@@ -109,74 +124,70 @@ def train_dpsgd(
     divisor = recipe.sampling_rate * count if divisor is None else divisor
     if not 0 < divisor < math.inf:
         raise InputError.of("divisor", divisor, "a finite number > 0")
-    known = read_names(getattr(data, "ids", None) if ids is None else ids)
-    forgotten, retained = _split_ids(known, read_names(forget_ids), recipe.group_size)
-    noise = noise or SystemNoise()
+    forgotten = read_request(forget_ids)
+    known = read_retained(data, ids, None)
+    forget, retain = _split_ids(known, forgotten, recipe.group_size)
+    source = check_noise(noise)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        torch.manual_seed(seed)
-        subject = copy_model(model, None, device=device)
-        check_finite(subject.certified)
-        parameters = list(subject.certified.values())
-        stepping = (
+        seed_random(0)
+        certified = copy_model(model, public=public, device=device)
+        check_finite(certified.certified)
+        before, held = hash_weights(list_tensors(model)), HeldState(certified)
+        start = hash_weights({name: p.detach() for name, p in certified.certified.items()})
+        parameters = list(certified.certified.values())
+        stepping = Scheduled(
             torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
             if optimizer is None
             else optimizer(parameters)
         )
-        base = [float(group["lr"]) for group in stepping.param_groups]
-        mechanism = NoisySum(subject, recipe, loss_fn, noise, count, physical_batch)
-        mechanism.check_independence(data, prepare)
-        generator = torch.Generator().manual_seed(seed)
-        rows, seen = list[tuple[float, ...]](), 0
+        mechanism = NoisySum(certified, recipe, loss_fn, source, data, prepare, physical_batch)
+        rows = list[tuple[float, ...]]()
         for t in show_progress(range(recipe.steps), recipe.steps, "training", progress):
-            for group, rate in zip(stepping.param_groups, base, strict=True):
-                group["lr"] = rate * schedule_factor(schedule, t, recipe.steps)
-            chosen = mechanism.sample(t)
-            batches = load_chosen(data, chosen, physical_batch, prepare, augment, generator)
+            held.put_back()
             norm = math.hypot(*(float(p.detach().norm()) for p in parameters))
-            length, drawn, whole = mechanism.release(t, batches, divisor)
-            stepping.step()  # pyright: ignore[reportUnknownMemberType]
-            rate = float(stepping.param_groups[0]["lr"])
+            length, drawn, whole = mechanism.release(t, divisor)
+            stepping.step(schedule_factor(schedule, t, recipe.steps))
+            rate = float(stepping.optimizer.param_groups[0]["lr"])
             rows.append((rate, mechanism.sigma, length, 1.0, norm, drawn, float(not whole)))
-            seen += len(chosen)
-        stepping.zero_grad(set_to_none=True)
-        check_unchanged(subject)
-    after = hash_weights(subject.model.state_dict())
-    start = {name: p.detach() for name, p in model.named_parameters() if name in subject.certified}
+        check_unchanged(certified)
+        check_finite(certified.certified)
+        after = hash_weights(list_tensors(certified.model))
     record = RunRecord(
         recipe=recipe,
         grid=mechanism.grid,
         execution=Execution(),
         noise=mechanism.describe() | {"divisor": divisor},
-        noise_keys=mechanism.noise_keys,
+        noise_keys=1,
         trace=make_trace(rows),
-        gradient_evaluations=seen,
-        weights_before=hash_weights(model.state_dict()),
+        gradient_evaluations=round(recipe.sampling_rate * count * recipe.steps),  # not the realised
+        weights_before=before,
         weights_noisy=after,
         weights_after=after,
-        centre=hash_weights(start),
-        forget=forgotten,
-        retain=retained,
+        centre=start,
+        forget=forget,
+        retain=retain,
+        checked=forget is not None and retain is not None,
         start="fresh",
-        **subject.describe(),
+        **certified.describe(),
     )
-    return Run(subject.model, record)
+    return Run(certified.model, record, None if forgotten is None else frozenset(forgotten))
 
 
 def _split_ids(
     known: tuple[str, ...] | None, forgotten: tuple[str, ...] | None, group_size: int
-) -> tuple[Any, Any]:
+) -> tuple[Commitment | None, Commitment | None]:
     """Commitments to the forgotten and the other examples."""
     if forgotten is None:
         return None, None
-    if len(forgotten) > group_size:
-        raise InputError.of("number of forget_ids", len(forgotten), f"at most {group_size}")
-    if known is None:
-        return commit(forgotten), None
-    unknown = set(forgotten) - set(known)
+    gone = set(forgotten)
+    samples = len(forgotten) if known is None else sum(name in gone for name in known)
+    unknown = gone - set(known or gone)
     if unknown:
         raise InputError(f"forget_ids holds {min(unknown)!r}, which is not among the data's ids")
-    gone = set(forgotten)
-    return commit(forgotten), commit(name for name in known if name not in gone)
+    if samples > group_size:
+        raise InputError.of("number of forgotten examples", samples, f"at most {group_size}")
+    rest = None if known is None else commit(name for name in known if name not in gone)
+    return commit(forgotten, samples=samples), rest
 
 
 def _check_arguments(
@@ -192,12 +203,6 @@ def _check_arguments(
         raise InputError.of("learning_rate", learning_rate, "a finite number >= 0")
 
 
-Prepare = Callable[[Tensor], Tensor]
-_CELLS = 26  # the grid is at most 2⁻²⁶ of the noise
-_COLUMNS = 4096
-_MOST = 2.0**52  # no sum of clipped gradients exceeds so many cells
-
-
 class NoisySum:
     """y = Σ clip_C(∇f_i) + N(0, (z C)² I) over Poisson samples, on a grid; without noise on none.
 
@@ -207,53 +212,41 @@ class NoisySum:
 
     def __init__(
         self,
-        subject: CertifiedModel,
+        certified: CertifiedModel,
         recipe: GroupDPSGD,
         loss_fn: LossFunction,
         noise: Noise,
-        count: int,
+        data: InMemory,
+        prepare: Prepare | None,
         physical_batch: int,
     ) -> None:
-        self.subject, self.recipe, self.noise = subject, recipe, noise
-        self.physical_batch = physical_batch
+        self.certified, self.recipe, self.noise = certified, recipe, noise
+        self.data, self.prepare = data, prepare
         self.sigma = recipe.noise_multiplier * recipe.clip
-        self.grid = choose_grid(recipe, count)
-        self.noise_keys = 1
+        self.grid = choose_grid(recipe, len(data.targets))
         # 1/grid must be a float of the gradients' dtype.
         self._least = torch.float32 if self.grid == 0 or self.grid > 1e-30 else torch.float64
-        self._count, self._size = count, subject.size
-        stream = noise.begin()
+        stream, self._size = noise.begin(), certified.size
         key = hashlib.sha256(b"expunge/poisson\0" + stream.export_key()).digest()
         self._sampler = PoissonSampler(key, recipe.sampling_rate)
-        self._drawing: StepNoise | None = None
-        if self.grid > 0:
-            levels = [self.sigma / self.grid] * recipe.steps
-            self._drawing = StepNoise(stream, levels, min(self._size, CHUNK))
-        self._gradients = differentiate(subject, loss_fn)
-        self._sum = torch.zeros(self._size, dtype=torch.float64, device=subject.device)
+        levels = [self.sigma / self.grid] * recipe.steps if self.grid > 0 else []
+        self._noise = StepNoise(stream, levels, min(self._size, CHUNK))
+        self._sum = torch.zeros(self._size, dtype=torch.float64, device=certified.device)
+        self._choose_way(loss_fn, physical_batch)
 
-    def sample(self, step: int) -> npt.NDArray[np.int64]:
-        """The positions of this step's examples."""
-        return self._sampler.draw(step, self._count)
-
-    def release(
-        self, step: int, batches: Iterable[tuple[Tensor, Tensor]], divisor: float
-    ) -> tuple[float, float, bool]:
+    def release(self, step: int, divisor: float) -> tuple[float, float, bool]:
         """Write y/divisor into the parameters' ``grad``; ‖sum‖, ‖noise‖, and if all was finite."""
-        self._sum.zero_()
-        finite = True
-        for x, y in batches:
-            finite &= self._add(x, y)
+        chosen = self._sampler.draw(step, len(self.data.targets))
+        finite = self.add_up(chosen)
         cell = self.grid or 1.0
         length, drawn = float(self._sum.norm()) * cell, 0.0
-        if self._drawing is not None:
-            for start in range(0, self._size, CHUNK):
-                stop = min(start + CHUNK, self._size)
-                cells = self._drawing.take(step, start, stop)
-                drawn += float(np.dot(cells, cells))
-                self._sum[start:stop] += torch.from_numpy(cells).to(self._sum.device)
+        for start in range(0, self._size if self.grid > 0 else 0, CHUNK):
+            stop = min(start + CHUNK, self._size)
+            cells = self._noise.take(step, start, stop)
+            drawn += float(np.dot(cells, cells))
+            self._sum[start:stop] += torch.from_numpy(cells).to(self._sum.device)
         place = 0
-        for p in self.subject.certified.values():
+        for p in self.certified.certified.values():
             part = self._sum[place : place + p.numel()].view(p.shape)
             p.grad = (part * (cell / divisor)).to(p.dtype)
             place += p.numel()
@@ -262,43 +255,71 @@ class NoisySum:
     def describe(self) -> dict[str, Any]:
         """The noise source and how batches were sampled."""
         source = self.noise.describe() if self.grid > 0 else dict(NO_NOISE)
-        sampling = {"sampling": "Poisson, AES-256-CTR", "physical_batch": self.physical_batch}
-        return source | sampling
+        return source | {"sampling": "Poisson, AES-256-CTR", "physical_batch": self.physical_batch}
 
-    def check_independence(self, data: InMemory, prepare: Prepare | None) -> None:
-        """Refuse a model whose gradient of one example shows which others are in the batch.
+    def add_up(self, chosen: npt.NDArray[np.int64]) -> bool:
+        """The sum of the clipped gradients of these examples; whether all were finite."""
+        self._sum.zero_()
+        finite = True
+        for start in range(0, len(chosen), self.physical_batch):
+            places = torch.from_numpy(chosen[start : start + self.physical_batch])
+            x = self.data.inputs.index_select(0, places.to(self.data.inputs.device))
+            y = self.data.targets.index_select(0, places.to(self.data.targets.device))
+            finite &= self._add(x, y)
+        return finite
 
-        The first examples, once in order, once backwards with every second one replaced.
+    def _choose_way(self, loss_fn: LossFunction, physical_batch: int) -> None:
+        """The first way in which no example's gradient shows who else is in the batch."""
+        for self.physical_batch, apart in (
+            (physical_batch, False),
+            (physical_batch, True),
+            (1, True),
+        ):
+            self._gradients = differentiate(self.certified, loss_fn, apart=apart)
+            worst = self._find_dependence()
+            if worst == 0:
+                return
+            if worst > _ROUNDING:
+                break
+        raise UnlearningError(
+            "the gradient of an example depends on the rest of its batch, or on what was computed "
+            "before it, so that nothing bounds what it adds to a sum; a model that treats examples "
+            "alone has no such layer and keeps nothing between calls"
+        )
+
+    def _find_dependence(self) -> float:
+        """The largest relative change of a gradient with its place and its neighbours.
+
+        Some made-up examples, each at every place among its like, then among the others.
         """
-        size, model = self.physical_batch, self.subject.model
-        order = np.arange(size) % len(data.targets)
-        mixed = np.where(np.arange(size) % 2 == 0, order[::-1], order[0])
-        flags = {module: module.training for module in model.modules()}
-        model.eval()  # dropout draws anew for every place in a batch
-        try:
-            rows: list[list[Tensor]] = []
-            for places in (order, mixed):
-                ((x, y),) = load_chosen(data, places, size, prepare, None, torch.Generator())
-                rows.append(self._take_gradients(x, y))
-        finally:
-            for module, flag in flags.items():
-                module.training = flag
-        for g, other in zip(*rows, strict=True):
-            if not torch.equal(g.nan_to_num().flip(0)[::2], other.nan_to_num()[::2]):
-                raise UnlearningError(
-                    "the gradient of an example depends on the rest of its batch, so that nothing "
-                    "bounds what it adds to a sum; a model that treats examples alone has no such "
-                    "layer, and physical_batch=1 leaves no rest"
-                )
+        x, y = _make_up(self.data.inputs, integers=2), _make_up(self.data.targets, integers=1)
+        places = torch.arange(self.physical_batch)
+        alike = [
+            self._take_gradients(x[[i] * len(places)], y[[i] * len(places)]) for i in range(_PROBES)
+        ]
+        worst = 0.0
+        for shift in range(_PROBES):
+            order = (places + shift) % _PROBES
+            mixed = self._take_gradients(x[order], y[order])
+            for k, found in enumerate(mixed):
+                first = torch.stack([rows[k][0] for rows in alike])[order]
+                same = torch.stack([alike[int(i)][k][j] for j, i in enumerate(order)])
+                size = first.double().norm(dim=1).nan_to_num() + torch.finfo(first.dtype).tiny
+                for other in (found, same):
+                    gap = (other.double() - first.double()).norm(dim=1).nan_to_num()
+                    worst = max(worst, float((gap / size).max()))
+        return worst
 
     def _take_gradients(self, x: Tensor, y: Tensor) -> list[Tensor]:
         """One row per example, computed in a batch of exactly ``physical_batch``."""
         count, missing = len(y), self.physical_batch - len(y)
-        device = self.subject.device
+        device = self.certified.device
         if missing > 0:
             x = torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
             y = torch.cat([y, y[:1].expand(missing, *y.shape[1:])])
-        found = self._gradients(x.to(device), y.to(device))
+        with refused_random("the gradient of an example"):
+            x = x.to(device) if self.prepare is None else self.prepare(x).to(device)
+            found = self._gradients(x, y.to(device))
         return [g.reshape(len(g), -1)[:count] for g in found]
 
     def _add(self, x: Tensor, y: Tensor) -> bool:
@@ -320,6 +341,14 @@ class NoisySum:
             self._sum[place : place + g.shape[1]] += scaled.sum(0, dtype=torch.float64)
             place += g.shape[1]
         return bool(ok.all())
+
+
+def _make_up(like: Tensor, integers: int) -> Tensor:
+    """Examples of the same kind that nobody owns."""
+    generator, shape = torch.Generator().manual_seed(0), (_PROBES, *like.shape[1:])
+    if like.is_floating_point():
+        return torch.rand(shape, generator=generator, dtype=like.dtype)
+    return torch.randint(0, integers, shape, generator=generator).to(like.dtype)
 
 
 def bound_norms(rows: list[Tensor]) -> Tensor:
@@ -391,10 +420,13 @@ def choose_grid(recipe: GroupDPSGD, count: int) -> float:
 
 
 def differentiate(
-    subject: CertifiedModel, loss_fn: LossFunction
+    certified: CertifiedModel, loss_fn: LossFunction, *, apart: bool
 ) -> Callable[[Tensor, Tensor], Iterator[Tensor]]:
-    """(x, y) ↦ each certified parameter's gradients, one row per example."""
-    model = subject.model
+    """(x, y) ↦ each certified parameter's gradients, one row per example.
+
+    ``apart`` gives every example the parameters for itself, so that no product has two of them.
+    """
+    model = certified.model
 
     def compute_one(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         def forward(inputs: Tensor) -> Any:
@@ -402,34 +434,21 @@ def differentiate(
 
         return compute_loss(cast(nn.Module, forward), (x[None], y[None]), loss_fn)
 
-    batched = vmap(grad(compute_one), in_dims=(None, 0, 0), randomness="different")
+    batched = vmap(grad(compute_one), in_dims=(0 if apart else None, 0, 0), randomness="error")
 
     def compute_all(x: Tensor, y: Tensor) -> Iterator[Tensor]:
-        parameters = {name: p.detach() for name, p in subject.certified.items()}
+        parameters = {name: p.detach() for name, p in certified.certified.items()}
+        if apart:
+            parameters = {name: p.expand(len(x), *p.shape) for name, p in parameters.items()}
         try:
             found = batched(parameters, x, y)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
+            if "randomness" in str(error):
+                raise UnlearningError(DRAWS.format("the gradient of an example")) from error
             raise UnlearningError(
                 "the gradient of a single example cannot be taken by torch.func.vmap: "
                 + str(error).partition("\n")[0]
             ) from error
-        return (found[name].detach() for name in subject.certified)
+        return (found[name].detach() for name in certified.certified)
 
     return compute_all
-
-
-def load_chosen(
-    data: InMemory,
-    chosen: npt.NDArray[np.int64],
-    size: int,
-    prepare: Prepare | None,
-    augment: Augment | None,
-    generator: torch.Generator,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """The chosen examples in chunks of at most ``size``."""
-    for start in range(0, len(chosen), size):
-        places = torch.from_numpy(chosen[start : start + size])
-        x = data.inputs.index_select(0, places.to(data.inputs.device))
-        y = data.targets.index_select(0, places.to(data.targets.device))
-        x = x if augment is None else augment(x, generator)
-        yield (x if prepare is None else prepare(x)), y

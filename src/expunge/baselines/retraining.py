@@ -1,7 +1,6 @@
-"""The baselines of every comparison: retraining, and output perturbation by two calibrations.
+"""Retraining: a fresh network of the same kind, trained on retained data only.
 
-Retraining starts from weights that saw no data and trains on retained data only, so it is (0, 0)
-whatever else it does. DP-SGD is in ``expunge.baselines.dpsgd``, full-batch descent in ``expunge.baselines.descent``.
+It starts from weights that saw no data, so it is (0, 0) whatever else it does.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge.certificates.identifiers import commit_disjoint
+from expunge.certificates.identifiers import commit
 from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.model import (
@@ -24,13 +23,25 @@ from expunge.noisy.model import (
     Public,
     check_unchanged,
     copy_model,
+    list_uncertified,
     reset_statistics,
 )
-from expunge.processes.weights import hash_weights
+from expunge.processes.weights import hash_weights, list_tensors
 from expunge.recipes import Execution, Retraining
+from expunge.training.batches import Augment, count_samples
+from expunge.training.compiled import Compile
 from expunge.training.losses import LossFunction
-from expunge.training.randomness import untouched_random
-from expunge.training.train import InMemory, describe_training, train
+from expunge.training.randomness import seeded_random
+from expunge.training.train import (
+    InMemory,
+    MakeOptimizer,
+    ScheduleName,
+    check_trained,
+    describe_training,
+    read_request,
+    read_retained,
+    train,
+)
 
 
 @dataclass(frozen=True)
@@ -58,25 +69,33 @@ def retrain(
     *,
     epochs: float,
     learning_rate: float,
-    initialise: Initialise | None = None,
+    batch_size: int = 128,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    schedule: ScheduleName = "constant",
+    optimizer: MakeOptimizer | None = None,
+    augment: Augment | None = None,
+    prepare: Callable[[Tensor], Tensor] | None = None,
     loss_fn: LossFunction | None = cross_entropy,
-    buffers: BufferMode = "reset",
+    seed: int = 0,
+    compile: Compile = "auto",
+    initialise: Initialise | None = None,
     public: Public | None = None,
+    buffers: BufferMode = "reset",
     forget_ids: Iterable[str | int] | None = None,
     retain_ids: Iterable[str | int] | None = None,
     device: torch.device | str | None = None,
-    seed: int = 0,
     progress: bool = False,
-    **options: Any,
 ) -> Run:
     """Train a fresh network of ``model``'s kind on the retained data: the (0, 0) baseline.
 
     ``initialise`` is where it starts: None calls ``reset_parameters()`` of every module that has
     trainable parameters; a :class:`GaussianInitialisation` draws them all; a callable builds a
     fresh module (``lambda: networks.mnist_net(generator=g)``), whose weights are taken. Nothing of
-    ``model`` is used but its code, its frozen parameters and its public buffers; a trainable
-    parameter that the initialisation leaves alone is refused by name. ``options`` are those of
-    :func:`expunge.training.train`; ``seed`` draws the start, the order of the data and dropout.
+    ``model`` is used but its code and its ``public`` tensors, as in :func:`expunge.unlearn`; a
+    trainable parameter that the initialisation leaves alone is refused by name. The options of
+    training are those of :func:`expunge.train`; ``seed`` draws the start, the order of the data
+    and dropout.
 
     >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
     >>> run = retrain(nn.Linear(2, 2), batches, epochs=3, learning_rate=0.5)
@@ -85,26 +104,35 @@ def retrain(
     """
     if recipe is not None and not isinstance(recipe, Retraining):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of("recipe", recipe, "Retraining() or nothing")
-    known = getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids
-    forgotten, retained = commit_disjoint(forget_ids, known)
-    with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        subject = copy_model(model, None, buffers=buffers, public=public, device=device)
-        reset_statistics(subject)
-        torch.manual_seed(seed)
-        told = _start_afresh(model, subject, initialise)
-        check_unchanged(subject)
-        fresh = hash_weights(subject.model.state_dict())
+    forgotten = read_request(forget_ids)
+    known = read_retained(retain_loader, retain_ids, forgotten)
+    retained = None if known is None else commit(known)
+    checked = None not in (forgotten, known, count_samples(retain_loader))
+    with torch.inference_mode(False), torch.enable_grad(), seeded_random(seed, retain_loader):
+        before = hash_weights(list_tensors(model))
+        certified = copy_model(model, public=public, buffers=buffers, device=device)
+        reset_statistics(certified)
+        told = _start_afresh(model, certified, initialise)
+        fresh = hash_weights(list_tensors(certified.model))
         log = train(
-            subject.model,
+            certified.model,
             retain_loader,
             epochs=epochs,
             learning_rate=learning_rate,
+            batch_size=batch_size,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            schedule=schedule,
+            optimizer=optimizer,
+            augment=augment,
+            prepare=prepare,
             loss_fn=loss_fn,
             seed=seed,
+            compile=compile,
             progress=progress,
-            **options,
         )
-        check_unchanged(subject)
+        check_unchanged(certified)
+        check_trained(certified.model, log, "retraining")
     record = RunRecord(
         recipe=Retraining(),
         grid=0.0,
@@ -113,48 +141,46 @@ def retrain(
         noise_keys=0,
         trace=Trace(),
         gradient_evaluations=0,
-        weights_before=hash_weights(model.state_dict()),
+        weights_before=before,
         weights_noisy=fresh,
-        weights_after=hash_weights(subject.model.state_dict()),
-        forget=forgotten,
+        weights_after=hash_weights(list_tensors(certified.model)),
+        forget=None if forgotten is None else commit(forgotten),
         retain=retained,
-        finetune=describe_training(log, known),
+        checked=checked,
+        finetune=describe_training(log, retained, checked),
         start="fresh",
         initialisation=f"{told}, seed {seed}",
-        **subject.describe(),
+        **certified.describe(),
     )
-    return Run(subject.model, record)
+    return Run(certified.model, record, None if forgotten is None else frozenset(forgotten))
 
 
-def _start_afresh(model: nn.Module, subject: CertifiedModel, initialise: Initialise | None) -> str:
+def _start_afresh(
+    model: nn.Module, certified: CertifiedModel, initialise: Initialise | None
+) -> str:
     """Give every certified parameter a value that does not depend on the old one.
 
     All of them are NaN first: a parameter that the initialisation forgets, or only rescales, is
     still NaN afterwards, and is refused.
     """
-    frozen = {
-        name: p.detach().clone()
-        for name, p in subject.model.named_parameters()
-        if name not in subject.certified
-    }
     with torch.no_grad():
-        for p in subject.certified.values():
+        for p in certified.certified.values():
             p.fill_(math.nan)
         match initialise:
             case None:
                 told = "reset_parameters of every module"
-                _reset_modules(subject.model)
+                _reset_modules(certified.model)
             case GaussianInitialisation(std=std):
                 told = f"N(0, {std!r}² I)"
-                for p in subject.certified.values():
+                for p in certified.certified.values():
                     p.normal_(0.0, std)
             case _:
                 told = "a module that was built afresh"
-                _take_weights(model, subject, initialise)
-        for name, p in subject.model.named_parameters():
-            if name in frozen:
-                p.copy_(frozen[name])
-    for name, p in subject.certified.items():
+                _take_weights(model, certified, initialise)
+        now = list_uncertified(certified.model)
+        for name, tensor in certified.kept.items():
+            now[name].copy_(tensor)
+    for name, p in certified.certified.items():
         if not bool(torch.isfinite(p).all()):
             raise UnlearningError(
                 f"parameter {name} was not initialised afresh, so it would carry the old model; "
@@ -180,7 +206,7 @@ def _reset_modules(model: nn.Module) -> None:
         reset()
 
 
-def _take_weights(model: nn.Module, subject: CertifiedModel, build: Callable[[], object]) -> None:
+def _take_weights(model: nn.Module, certified: CertifiedModel, build: Callable[[], object]) -> None:
     """The trainable parameters of the module that ``build()`` returns, by name."""
     if not callable(build):
         raise InputError.of(
@@ -191,7 +217,7 @@ def _take_weights(model: nn.Module, subject: CertifiedModel, build: Callable[[],
         raise InputError.of("initialise()", type(built).__name__, "a torch module")
     theirs = dict(built.named_parameters())
     old = {p.data_ptr() for p in model.parameters() if p.numel() > 0}
-    for name, p in subject.certified.items():
+    for name, p in certified.certified.items():
         found: Tensor | None = theirs.get(name)
         if found is None or found.shape != p.shape:
             shape = None if found is None else tuple(found.shape)

@@ -24,7 +24,7 @@ from expunge.certificates.record import FineTuning, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.agreement import check_step
 from expunge.processes.group import Processes, is_sharded
-from expunge.processes.weights import hash_together, hash_weights, list_tensors, to_local
+from expunge.processes.weights import hash_weights, list_tensors, to_local
 from expunge.progress import show_progress
 from expunge.training.batches import Augment, Batches, Cycle, count_samples, move_batch
 from expunge.training.compiled import Compile, CompiledLoss, plan_loss, warn_uncompiled
@@ -289,7 +289,7 @@ class Tuning:
                 f"{', '.join(changed[:3])} changed during fine-tuning but is public or frozen; "
                 "freeze the module that writes it (requires_grad, eval mode)"
             )
-        after = _hash_all(self.model, self.processes)
+        after = hash_weights(list_tensors(self.model), self.processes)
         check_step(self.processes, {"step": f"{log.steps} of fine-tuning", "parameters": after})
         finetune = describe_training(log, self.data, self.checked)
         record = replace(self.run.record, finetune=finetune, weights_after=after)
@@ -307,20 +307,23 @@ def begin_fine_tuning(
     record, processes = run.record, processes or Processes()
     if record.finetune is not None:
         raise InputError("this run was fine-tuned already; fine-tune the run that unlearn returned")
-    if _hash_all(run.model, processes) != record.weights_after:
+    if hash_weights(list_tensors(run.model), processes) != record.weights_after:
         raise UnlearningError(
             "run.model is not what the record says: a weight or buffer was changed or replaced "
             "after the run; fine-tune the run that unlearn returned"
         )
     public = record.public
-    if public is not None and _hash(_select(run.model, public.names), processes) != public.hash:
+    if (
+        public is not None
+        and hash_weights(_select(run.model, public.names), processes) != public.hash
+    ):
         raise UnlearningError(
             "a public tensor of run.model is not what the record says; fine-tune the run that "
             "unlearn returned"
         )
     forgotten = run.forgotten
     if forget_ids is not None:
-        given = frozenset(read_names(forget_ids) or ())
+        given = frozenset(read_request(forget_ids) or ())
         if forgotten is None and record.forget is not None and not opens(record.forget, given):
             raise InputError("forget_ids is not the set that the record commits to")
         forgotten = given | (forgotten or frozenset())
@@ -331,10 +334,18 @@ def begin_fine_tuning(
         model=model,
         processes=processes,
         data=None if names is None else commit(names),
-        checked=names is not None and forgotten is not None,
+        checked=None not in (names, forgotten, count_samples(data)),
         forgotten=forgotten,
         fixed=_hash_fixed(model, record, processes),
     )
+
+
+def read_request(forget_ids: Iterable[str | int] | None) -> tuple[str, ...] | None:
+    """The identifiers to forget, None where they are not known; a request names someone."""
+    names = read_names(forget_ids)
+    if names is not None and not names:
+        raise InputError.of("forget_ids", [], "one identifier or more")
+    return names
 
 
 def read_retained(
@@ -354,7 +365,7 @@ def read_retained(
         return None
     count = count_samples(data)
     if count is not None and len(names) != count:
-        raise InputError.of("number of retain_ids", len(names), f"{count}, as many as the data")
+        raise InputError.of("number of retain_ids", len(names), f"{count}, one for each example")
     both = set(names).intersection(forgotten or ())
     if both:
         raise InputError(
@@ -392,16 +403,6 @@ def describe_training(log: TrainingLog, data: Commitment | None, checked: bool) 
     )
 
 
-def _hash_all(model: nn.Module, processes: Processes) -> str:
-    return _hash(list_tensors(model), processes)
-
-
-def _hash(tensors: dict[str, Tensor], processes: Processes) -> str:
-    """Of sharded tensors by all processes together; else each hashes what it holds."""
-    sharded = any(to_local(tensor) is not tensor for tensor in tensors.values())
-    return hash_together(tensors, processes) if sharded else hash_weights(tensors)
-
-
 def _select(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     every = dict(model.named_parameters(remove_duplicate=False))
     held = every | dict(model.named_buffers(remove_duplicate=False))
@@ -416,7 +417,7 @@ def _hash_fixed(model: nn.Module, record: RunRecord, processes: Processes) -> di
     fixed -= set(record.buffer_names if record.buffers == "reset" else ())
     fixed |= set(() if record.public is None else record.public.names)
     chosen = _select(model, sorted(fixed))
-    return {name: _hash({name: tensor}, processes) for name, tensor in chosen.items()}
+    return {name: hash_weights({name: tensor}, processes) for name, tensor in chosen.items()}
 
 
 def schedule_factor(schedule: ScheduleName, step: int, steps: int) -> float:
