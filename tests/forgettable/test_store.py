@@ -1,5 +1,6 @@
 """A store without a past: its bytes, its crashes, its readers."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -124,36 +125,10 @@ def test_every_place_of_a_crash_leaves_all_or_nothing(tmp_path: Path, monkeypatc
         folder = tmp_path / f"crash-{place}"
         store = make_store(folder, buckets=4)
         add(store, rows[:20])
-        countdown = iter(range(place))
-        died = False
-        for name in ("fsync",):
-            real = getattr(os, name)
-
-            def dying(*args, real=real):
-                if next(countdown, None) is None:
-                    raise KeyboardInterrupt
-                return real(*args)
-
-            monkeypatch.setattr(stores.os, name, dying)
-        real_replace, real_unlink = Path.replace, Path.unlink
-
-        def replace(self, target):
-            if next(countdown, None) is None:
-                raise KeyboardInterrupt
-            return real_replace(self, target)
-
-        def unlink(self, missing_ok=False):
-            if next(countdown, None) is None:
-                raise KeyboardInterrupt
-            return real_unlink(self, missing_ok)
-
-        monkeypatch.setattr(Path, "replace", replace)
-        monkeypatch.setattr(Path, "unlink", unlink)
-        try:
-            store.apply(store.plan_addition(rows)[0], {"sums": b"new"})
-        except KeyboardInterrupt:
-            died = True
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            died = die_before_call(patch, place)
+            with contextlib.suppress(KeyboardInterrupt):
+                store.apply(store.plan_addition(rows)[0], {"sums": b"new"})
         complete(folder)
         found = read_bytes(folder)
         assert found in (before, after)
@@ -163,6 +138,26 @@ def test_every_place_of_a_crash_leaves_all_or_nothing(tmp_path: Path, monkeypatc
             break
     assert seen == {True, False}
     assert not died
+
+
+def die_before_call(patch, place: int) -> list[bool]:
+    """The call number ``place`` that changes a folder does not happen; the list then holds True."""
+    left, died = [place], list[bool]()
+
+    def guard(real):
+        def call(*args, **given):
+            left[0] -= 1
+            if left[0] < 0:
+                died.append(True)
+                raise KeyboardInterrupt
+            return real(*args, **given)
+
+        return call
+
+    patch.setattr(stores.os, "fsync", guard(os.fsync))
+    patch.setattr(Path, "replace", guard(Path.replace))
+    patch.setattr(Path, "unlink", guard(Path.unlink))
+    return died
 
 
 def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch) -> None:

@@ -66,14 +66,14 @@ class Features:
 
     def compute(self, inputs: Any, only_single: bool = False) -> Whole:
         """The stored integers of every row; ``only_single`` never relies on the self-test."""
-        x = torch.as_tensor(inputs).detach()
+        x = _read(inputs)
         if x.ndim < 2:
             raise InputError.of("inputs", tuple(x.shape), "rows of numbers, one row per example")
         return self.integers.quantise(self._evaluate(x, only_single))
 
     def choose_evaluation(self, inputs: Any) -> Evaluation:
         """How rows like these are evaluated on this machine; nothing but their shape is read."""
-        x = torch.as_tensor(inputs)
+        x = _read(inputs)
         return "tested" if self.network is not None and self._passes(x) else "by construction"
 
     def _evaluate(self, x: Tensor, only_single: bool) -> Reals:
@@ -112,6 +112,11 @@ class Features:
                 self.network, x, self.batch_size
             )
         return self._passed[key]
+
+
+def _read(inputs: Any) -> Tensor:
+    given = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
+    return torch.as_tensor(given).detach()
 
 
 def hash_network(network: nn.Module) -> str:
