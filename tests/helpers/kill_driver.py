@@ -16,12 +16,12 @@ import traceback
 from pathlib import Path
 
 from expunge import verify
-from expunge.cli import main as run_command
+from expunge.cli.main import main as run_command
 from expunge.jobs import run as jobs
-from expunge.noisy import team as teamwork
-from expunge.training import train as teamtraining
+from expunge.noisy import team
+from expunge.training import train
 
-LOADED = (jobs, teamtraining, teamwork)  # what ranks would otherwise import again and again
+LOADED = (jobs, train, team)  # what ranks would otherwise import again and again
 
 
 def start(job: Path, attempt: int, count: int, log: Path) -> list[int]:
