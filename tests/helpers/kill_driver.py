@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -20,14 +19,13 @@ from expunge.cli.main import main as run_command
 from expunge.jobs import run as jobs
 from expunge.noisy import team
 from expunge.training import train
+from ranks import hold_port
 
 LOADED = (jobs, train, team)  # what ranks would otherwise import again and again
 
 
 def start(job: Path, attempt: int, count: int, log: Path) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = hold_port()
     ranks = []
     for rank in range(count):
         pid = os.fork()
@@ -36,7 +34,7 @@ def start(job: Path, attempt: int, count: int, log: Path) -> list[int]:
             try:
                 os.environ |= {
                     "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
+                    "MASTER_PORT": port,
                     "WORLD_SIZE": str(count),
                     "RANK": str(rank),
                     "TORCHELASTIC_RESTART_COUNT": str(attempt),

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).parent
+HELD: list[socket.socket] = []  # until the tests end
 
 
 def make_environment(**more: str) -> dict[str, str]:
@@ -17,11 +18,22 @@ def make_environment(**more: str) -> dict[str, str]:
     return os.environ | plain | more
 
 
+def hold_port() -> str:
+    """A port that is kept for rank 0, which shares it (SO_REUSEADDR), and for nobody else.
+
+    On a busy machine a rank needs many seconds to get to its port. One that was only looked up may
+    be another run's by then, and the ranks of both would find each other's addresses there.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    HELD.append(held)
+    return str(held.getsockname()[1])
+
+
 def start_ranks(count: int, arguments: list[str], **more: str) -> list[subprocess.Popen[str]]:
     """``python …`` as ranks 0 to count - 1; each one's exit code is its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = hold_port()
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
     return [
         subprocess.Popen(

@@ -82,6 +82,20 @@ def test_the_next_job_gets_its_own_modules(tmp_path: Path) -> None:
     assert str(tmp_path / "2") not in sys.path
 
 
+def test_installed_modules_are_nobodys_even_from_the_root_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shop(tmp_path)
+    monkeypatch.chdir("/")
+    for name in ("colorsys", "shop"):
+        sys.modules.pop(name, None)
+    with importing_from(tmp_path):
+        load_function("model.build", "colorsys:rgb_to_hsv", tmp_path)
+        load_function("model.build", "shop.model:build", tmp_path)
+    assert "colorsys" in sys.modules
+    assert "shop.model" not in sys.modules
+
+
 def test_what_cannot_be_imported_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "torn.py").write_text("def build(:\n")
     (tmp_path / "bad.py").write_text("raise OSError('the disk of the shop is gone')\n")

@@ -102,7 +102,7 @@ def test_a_rank_that_hangs_stops_the_run_without_a_certificate(tmp_path):
         for rank in ranks:
             rank.kill()
         ranks[1].communicate()
-    assert ranks[0].returncode == 2
+    assert ranks[0].returncode == 3
     assert out == ""
     assert "expunge: rank 0 of 2 lost another process while" in err
     assert "nothing is certified" in err
@@ -163,11 +163,11 @@ def test_torchrun_restarts_what_was_killed(tmp_path):
 
 @pytest.mark.slow
 def test_a_run_is_resumed_by_as_many_as_began_it_one_or_several(tmp_path):
-    check_kind(tmp_path, None)
+    check_kind(tmp_path, Processes())
     (tmp_path / "checkpoint").mkdir()
     check_kind(tmp_path, Processes(0, 2, 50))
     with pytest.raises(InputError, match="is of several processes; go on with torchrun"):
-        check_kind(tmp_path, None)
+        check_kind(tmp_path, Processes())
     (tmp_path / "checkpoint.safetensors").write_bytes(b"")
     with pytest.raises(InputError, match="is of one process; go on without torchrun"):
         check_kind(tmp_path, Processes(0, 2, 50))
@@ -184,8 +184,7 @@ def check_finished(folder: Path, kills: int, count: int, shard: bool) -> None:
     assert record.processes["layout"] == ("sharded" if shard else "replicated")
     assert len(set(record.trace.noise_norm)) == STEPS
     assert record.gradient_evaluations == count_examples(STEPS)
-    assert json.loads((run / "metrics.json").read_text())["launch"]
-    left = sorted(p.name for p in folder.iterdir() if p.name != "__pycache__")
+    left = sorted(p.name for p in folder.iterdir())
     assert left == ["forget.txt", "job.toml", "log", "own.py", "run", "weights.safetensors"]
     names = sorted(p.name for p in run.glob("*.safetensors"))
     assert len(names) == (2 if shard else 1)

@@ -73,21 +73,36 @@ def list_versions() -> dict[str, str | None]:
 
 def examine(parameters: int = SPEED_PARAMETERS) -> tuple[list[Finding], dict[str, float]]:
     """Everything worth knowing, and the measured speeds."""
-    versions = list_versions()
+    import torch
+
+    from expunge.noisy.noise import SystemNoise
+
+    versions, folder = list_versions(), Path.cwd()
+    shown = [f"{name} {versions[name]}" for name in ("expunge", "python", *PACKAGES)]
+    extra = [f"{name} {versions[name]}" for name in OPTIONAL if versions[name] is not None]
+    absent = [name for name in OPTIONAL if versions[name] is None]
+    free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
+    place = f"{free / 1e9:,.1f} GB free in {folder}" + ("" if writable else ", not writable")
+    SystemNoise().begin()
+    speed = measure_step(parameters)
     findings = [
         Finding("system", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"),
-        *_check_packages(versions),
-        _check_entropy(),
-        *_find_devices(),
-        _check_space(Path.cwd()),
+        Finding("versions", ", ".join(shown), all(versions[name] for name in PACKAGES)),
+        Finding(
+            "optional", f"{', '.join(extra) or 'none'} (not installed: {', '.join(absent)})", None
+        ),
+        Finding("noise", "fresh keys from the operating system, AES-256 counter mode"),
+        Finding("threads", f"{torch.get_num_threads()} for torch"),
+        *([Finding("cuda", torch.cuda.get_device_name())] if torch.cuda.is_available() else []),
+        Finding("disk", place, writable and free > 1e8),
+        Finding(
+            "noisy step",
+            f"{speed['parameters_per_second'] / 1e6:,.1f} million parameters per second "
+            f"({speed['milliseconds_per_step']:,.0f} ms for {parameters:,}, "
+            f"{speed['plain_step_ratio']:,.0f} times a step without noise)",
+        ),
     ]
-    speed = measure_step(parameters)
-    text = (
-        f"{speed['parameters_per_second'] / 1e6:,.1f} million parameters per second "
-        f"({speed['milliseconds_per_step']:,.0f} ms for {parameters:,}, "
-        f"{speed['plain_step_ratio']:,.0f} times a step without noise)"
-    )
-    return [*findings, Finding("noisy step", text)], speed
+    return findings, speed
 
 
 def measure_step(parameters: int) -> dict[str, float]:
@@ -103,17 +118,11 @@ def measure_step(parameters: int) -> dict[str, float]:
 
     model = nn.Linear(parameters, 1, bias=False)
     batches = [(torch.ones(1, parameters), torch.ones(1, 1))]
+    numbers = {"start_clip": 1.0, "grad_clip": 1.0, "learning_rate": 0.1, "weight_decay": 1.0}
     seconds: dict[float, float] = {}
     for noise_std in (1.0, 0.0):
         times = list[float]()
-        recipe = GradientClipping(
-            start_clip=1.0,
-            grad_clip=1.0,
-            learning_rate=0.1,
-            weight_decay=1.0,
-            steps=4,
-            noise_std=noise_std,
-        )
+        recipe = GradientClipping(**numbers, steps=4, noise_std=noise_std)
         clock = functools.partial(_note, times)
         unlearn(model, batches, recipe, loss_fn=nn.functional.mse_loss, on_step=clock)
         seconds[noise_std] = min(b - a for a, b in itertools.pairwise(times))
@@ -126,36 +135,3 @@ def measure_step(parameters: int) -> dict[str, float]:
 
 def _note(times: list[float], done: int, model: object) -> None:
     times.append(time.perf_counter())
-
-
-def _check_packages(versions: dict[str, str | None]) -> list[Finding]:
-    shown = [f"{name} {versions[name]}" for name in ("expunge", "python", *PACKAGES)]
-    missing = [name for name in PACKAGES if versions[name] is None]
-    extra = [f"{name} {versions[name]}" for name in OPTIONAL if versions[name] is not None]
-    absent = [name for name in OPTIONAL if versions[name] is None]
-    found = [Finding("versions", ", ".join(shown), not missing)]
-    text = ", ".join(extra) or "none"
-    return [*found, Finding("optional", text + f" (not installed: {', '.join(absent)})", None)]
-
-
-def _check_entropy() -> Finding:
-    from expunge.noisy.noise import SystemNoise
-
-    SystemNoise().begin()
-    return Finding("noise", "fresh keys from the operating system, AES-256 counter mode")
-
-
-def _find_devices() -> list[Finding]:
-    import torch
-
-    found = [Finding("threads", f"{torch.get_num_threads()} for torch")]
-    if torch.cuda.is_available():
-        found.append(Finding("cuda", torch.cuda.get_device_name()))
-    return found
-
-
-def _check_space(folder: Path) -> Finding:
-    free = shutil.disk_usage(folder).free
-    writable = os.access(folder, os.W_OK)
-    text = f"{free / 1e9:,.1f} GB free in {folder}" + ("" if writable else ", not writable")
-    return Finding("disk", text, writable and free > 1e8)

@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import sysconfig
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from expunge.errors import ExpungeError, InputError, describe_error
 
+_INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 
@@ -52,7 +54,9 @@ class _JobFinder:
 
     def owns(self, name: str, file: str | None) -> bool:
         """Whether a module is one of the job's: in its folders, and not an installed package."""
-        if file is None or name.partition(".")[0] == "expunge" or "site-packages" in file:
+        if file is None or name.partition(".")[0] == "expunge":
+            return False
+        if "site-packages" in file or any(Path(file).is_relative_to(p) for p in _INSTALLED):
             return False
         return any(Path(file).is_relative_to(folder) for folder in self.folders)
 

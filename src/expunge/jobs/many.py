@@ -26,7 +26,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,42 +98,6 @@ class Pool:
             raise InputError.of("retries", self.retries, "a whole number >= 0")
 
 
-@dataclass
-class Tally:
-    """How many of ``total`` items are done, ``kept`` of them from before, and how many failed.
-
-    >>> tally = Tally(3, kept=1)
-    >>> tally.count(done=True)
-    >>> tally.describe(seconds=60.0)
-    '2 of 3 done, 1 left, about 60 s to go'
-    >>> tally.count(done=False)
-    >>> tally.describe(seconds=80.0)
-    '2 of 3 done, 1 failed, 0 left'
-    """
-
-    total: int
-    kept: int = 0
-    done: int = field(init=False)
-    failed: int = 0
-
-    def __post_init__(self) -> None:
-        self.done = self.kept
-
-    def count(self, *, done: bool) -> None:
-        """One more that is done or failed."""
-        self.done, self.failed = self.done + done, self.failed + (not done)
-
-    def describe(self, seconds: float) -> str:
-        """The counts ``seconds`` after the start, and the time left if the rest is like it."""
-        ended = self.done + self.failed
-        left, ran = self.total - ended, ended - self.kept
-        failed = f", {self.failed} failed" if self.failed else ""
-        found = f"{self.done} of {self.total} done{failed}, {left} left"
-        if ran == 0 or left == 0:
-            return found
-        return f"{found}, about {describe_seconds(seconds / ran * left)} to go"
-
-
 def run_many(
     function: Callable[[Any], Any],
     items: Mapping[str, Any],
@@ -196,16 +160,37 @@ def perform(
 
     With each comes the bar that shows how far all have come, ``kept`` of them from before.
     """
-    tally, started = Tally(len(items) + kept, kept), time.monotonic()
+    total, started = len(items) + kept, time.monotonic()
+    done, failed = kept, 0
     run = _run_on_ray(function, items, pool) if pool and items else _run_in_turn(function, items)
-    with Bar(tally.total, tally.describe(0.0), wanted=progress, lines=True) as bar, closing(run):
+    title = describe_counts(total, kept, done, failed)
+    with Bar(total, title, wanted=progress, lines=True) as bar, closing(run):
         for outcome in run:
             yield outcome, bar
-            tally.count(done=outcome.error is None)
-            if outcome.error is not None:
+            if outcome.error is None:
+                done += 1
+            else:
+                failed += 1
                 bar.tell(f"{outcome.name} failed: {outcome.error}")
-            title = tally.describe(time.monotonic() - started)
-            bar.update(tally.done + tally.failed, title)
+            seconds = time.monotonic() - started
+            bar.update(done + failed, describe_counts(total, kept, done, failed, seconds))
+
+
+def describe_counts(
+    total: int, kept: int, done: int, failed: int, seconds: float | None = None
+) -> str:
+    """How many are done, ``kept`` of them from before, and the time left if the rest is like it.
+
+    >>> describe_counts(3, 1, done=2, failed=0, seconds=60.0)
+    '2 of 3 done, 1 left, about 60 s to go'
+    >>> describe_counts(3, 1, done=2, failed=1)
+    '2 of 3 done, 1 failed, 0 left'
+    """
+    left, ran = total - done - failed, done + failed - kept
+    found = f"{done} of {total} done{f', {failed} failed' if failed else ''}, {left} left"
+    if seconds is None or ran == 0 or left == 0:
+        return found
+    return f"{found}, about {describe_seconds(seconds / ran * left)} to go"
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | None, float]:
