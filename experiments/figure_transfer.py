@@ -83,7 +83,6 @@ def train_privately(problem: Problem, epochs: int, out: Path, seed: int) -> Run:
         prepare=problem.prepare,
         noise=SeededNoise(seed),
         physical_batch=192,
-        seed=seed,
     )
     weights.parent.mkdir(parents=True, exist_ok=True)
     save_file(ended.model.state_dict(), weights)

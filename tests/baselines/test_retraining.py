@@ -142,12 +142,13 @@ def test_frozen_parts_stay_and_statistics_are_forgotten():
     model[3].bias.requires_grad_(False)
     model[3].bias.data.fill_(0.25)
     model[1].running_mean.fill_(1e6)
-    run = go(model)
+    run = go(model, public=["0.*", "3.bias"])
     assert torch.equal(run.model[0].weight, model[0].weight)
     assert torch.equal(run.model[3].bias, model[3].bias)
     assert run.model[1].running_mean.abs().max() < 100
     assert run.record.buffers == "reset"
-    assert run.record.frozen_names == ("0.weight", "0.bias", "3.bias")
+    assert run.record.public.names == ("0.weight", "0.bias", "3.bias")
+    assert not run.record.public.compared
 
 
 def test_attention_and_tied_weights_are_reset():
@@ -200,9 +201,12 @@ def test_a_parameter_that_reset_leaves_alone_is_named():
 def test_other_buffers_are_refused():
     model = make_mlp()
     model.register_buffer("memory", torch.ones(3))
-    with pytest.raises(UnlearningError, match="memory is a buffer"):
+    with pytest.raises(UnlearningError, match="memory"):
         go(model)
-    assert go(model, public_buffers=["memory"]).record.buffers == "frozen"
+    assert go(model, public=["memory"]).record.buffers == "frozen"
+    assert go(model, public={"memory": torch.ones(3)}).record.public.compared
+    with pytest.raises(UnlearningError, match="memory differs"):
+        go(model, public={"memory": torch.zeros(3)})
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,9 @@ def test_other_buffers_are_refused():
         ({"initialise": lambda: nn.Linear(2, 2)}, "shape of 0.weight in initialise"),
         ({"epochs": -1}, "epochs is -1"),
         ({"learning_rate": math.nan}, "learning_rate is nan"),
-        ({"forget_ids": ["a"], "retain_ids": ["a"]}, "retain_ids holds 'a'"),
+        ({"forget_ids": ["7"], "retain_ids": range(24)}, "retain_ids holds '7'"),
+        ({"retain_ids": range(23)}, "number of retain_ids is 23"),
+        ({"forget_ids": []}, "forget_ids is \\[\\]"),
         ({"buffers": "keep"}, "buffers is 'keep'"),
     ],
 )

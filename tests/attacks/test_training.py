@@ -1,0 +1,236 @@
+"""Attempts to bring forgotten data or the old model back through training, each of which failed."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import GRADIENT, equal, flatten, make_mlp
+from expunge import Batches, SeededNoise, certify, evaluate, fine_tune, train, unlearn
+from expunge.errors import InputError, UnlearningError
+from expunge.training.evaluation import measure
+from expunge.training.many import fine_tune_many
+
+torch.set_num_threads(1)
+LOSS = nn.functional.cross_entropy
+
+
+def make_data(count=24, ids=True):
+    g = torch.Generator().manual_seed(3)
+    x, y = torch.randn(count, 6, generator=g), torch.arange(count) % 3
+    return Batches(x, y, batch_size=8, ids=[f"r{i}" for i in range(count)] if ids else None)
+
+
+def forget(model=None, **options):
+    given = {"loss_fn": LOSS, "noise": SeededNoise(0), "forget_ids": ["f1", "f2"]} | options
+    return unlearn(make_mlp() if model is None else model, make_data(), GRADIENT, **given)
+
+
+def tune(run, data=None, **options):
+    given = {"epochs": 1, "learning_rate": 0.1} | options
+    return fine_tune(run, make_data() if data is None else data, **given)
+
+
+# --- the model between unlearn and fine_tune
+
+
+@pytest.mark.parametrize("how", ["replaced", "one bit", "loaded"])
+def test_weights_replaced_after_the_run_are_refused(how):
+    run = forget()
+    if how == "replaced":
+        run.model[0].weight = nn.Parameter(make_mlp()[0].weight.detach().clone())
+    elif how == "loaded":
+        run.model.load_state_dict(make_mlp().state_dict())
+    else:
+        bits = run.model[0].bias.detach().view(torch.int32)
+        bits[0] ^= 1
+    with pytest.raises(UnlearningError, match=r"run\.model is not what the record says"):
+        tune(run, epochs=0)
+    with pytest.raises(UnlearningError, match=r"run\.model is not what the record says"):
+        fine_tune_many([run], make_data(), seeds=[0], epochs=0, learning_rate=0.1)
+
+
+def make_partly_frozen():
+    model = make_mlp()
+    model[0].requires_grad_(False)
+    model.register_buffer("scale", torch.ones(1))
+    model.register_buffer("hidden", torch.ones(2), persistent=False)
+    return model
+
+
+@pytest.mark.parametrize("name", ["0.weight", "scale", "hidden"])
+def test_a_public_part_changed_after_the_run_is_refused(name):
+    public = make_partly_frozen()
+    run = forget(make_partly_frozen(), public=public)
+    with torch.no_grad():
+        held = dict(run.model.named_parameters()) | dict(run.model.named_buffers())
+        held[name].add_(1.0)
+    with pytest.raises(UnlearningError, match="not what the record says"):
+        tune(run, epochs=0)
+
+
+def test_a_frozen_part_trained_by_fine_tuning_is_refused():
+    run = forget(make_partly_frozen(), public=make_partly_frozen())
+    tune(run)
+    run.model[0].requires_grad_(True)
+    with pytest.raises(UnlearningError, match=r"0\.bias, 0\.weight changed during fine-tuning"):
+        tune(run)
+
+
+class Remembering(nn.Module):
+    """Writes what it sees into a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_mlp()
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        if not self.training:
+            return self.inner(x)
+        self.seen.copy_(x[0])
+        return self.inner(x)
+
+
+def test_a_buffer_written_by_fine_tuning_is_refused():
+    run = forget(Remembering().eval(), public=["seen"])
+    run.model.train()
+    with pytest.raises(UnlearningError, match="seen changed during fine-tuning"):
+        tune(run)
+
+
+@pytest.mark.parametrize("how", ["extra", "hook", "attribute"])
+def test_a_module_that_says_more_after_the_run_is_refused(how):
+    run, old = forget(), flatten(make_mlp())
+    if how == "extra":
+        run.model[0].get_extra_state = lambda: old
+    elif how == "hook":
+        run.model.register_state_dict_post_hook(lambda m, state, *_: state.update(old=old))
+    else:
+        run.model.old = old
+    with pytest.raises(UnlearningError):
+        tune(run, epochs=0)
+
+
+# --- the data
+
+
+def test_the_whole_training_set_is_refused_by_name():
+    run = forget()
+    data = make_data()
+    data.ids = ["f2", *data.ids[1:]]
+    with pytest.raises(InputError, match="holds 'f2', which is forgotten"):
+        tune(run, data)
+    with pytest.raises(InputError, match="holds 'f2', which is forgotten"):
+        fine_tune_many([run], data, seeds=[0], epochs=1, learning_rate=0.1)
+    with pytest.raises(InputError, match="number of retain_ids is 3; it must be 24"):
+        tune(run, ids=["a", "b", "c"])
+    run = forget(forget_ids=["Zoe\u0301"])
+    with pytest.raises(InputError, match="which is forgotten"):
+        tune(run, ids=["Zo\u00e9", *[f"r{i}" for i in range(23)]])
+
+
+def test_what_was_not_checked_says_so():
+    assert tune(forget()).record.finetune.checked
+    assert tune(forget()).forgotten == {"f1", "f2"}
+    assert not tune(forget(), make_data(ids=False)).record.finetune.checked
+    assert not tune(forget(forget_ids=None)).record.finetune.checked
+    unknown = copy.copy(forget())
+    object.__setattr__(unknown, "forgotten", None)
+    with pytest.raises(InputError, match="not the set that the record commits to"):
+        tune(unknown, forget_ids=["nobody"])
+    assert tune(unknown, forget_ids=["f2", "f1"]).record.finetune.checked
+    certificate = certify(tune(forget(), make_data(ids=False)).record, delta=1e-5)
+    assert not certificate.releasable
+
+
+class Writing(nn.Module):
+    """A forward pass that writes into its input, and a loss that writes into the target."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = make_mlp()
+
+    def forward(self, x):
+        output = self.inner(x.clone())
+        x.fill_(7.0)
+        return output
+
+
+def write_target(output, target):
+    loss = LOSS(output, target.clone())
+    target.fill_(0)
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["in memory", "ordered", "batches", "loader"])
+def test_a_forward_pass_cannot_write_into_the_data(kind):
+    data = make_data()
+    inputs, targets = data.inputs.clone(), data.targets.clone()
+    held = (data.inputs, data.targets)
+    given = {
+        "in memory": data,
+        "ordered": Batches(*held, batch_size=24),
+        "batches": [held],
+        "loader": DataLoader(TensorDataset(*held), batch_size=8),
+    }[kind]
+    train(Writing(), given, epochs=2, learning_rate=0.1, loss_fn=write_target)
+    measure(Writing(), given, write_target)
+    evaluate(Writing(), *held, loss_fn=write_target)
+    assert torch.equal(data.inputs, inputs)
+    assert torch.equal(data.targets, targets)
+
+
+# --- randomness
+
+
+@pytest.mark.parametrize("kind", ["in memory", "generator", "global"])
+def test_fine_tuning_draws_from_its_seed_and_nothing_else(kind):
+    """What an earlier training left in any generator changes nothing."""
+    held = TensorDataset(make_data().inputs, make_data().targets)
+
+    def draw(output, target):
+        noise = random.random() + np.random.rand() + float(torch.rand(1))  # noqa: NPY002
+        return LOSS(output * (1 + 0.1 * noise), target)
+
+    runs = []
+    for used in (0, 1000):
+        torch.manual_seed(used)
+        np.random.seed(used)  # noqa: NPY002
+        random.seed(used)
+        generator = torch.Generator().manual_seed(used)
+        data = {
+            "in memory": make_data(),
+            "generator": Batches(*held.tensors, batch_size=8, generator=generator),
+            "global": DataLoader(held, batch_size=8, shuffle=True),
+        }[kind]
+        run = forget(make_mlp(dropout=0.5), loss_fn=LOSS)
+        runs.append([tune(run, data, loss_fn=draw, seed=s).model for s in (5, 5, 6)])
+    assert equal(runs[0][0], runs[1][0])
+    assert equal(runs[0][0], runs[0][1])
+    assert not equal(runs[0][0], runs[0][2])
+
+
+# --- what is never returned
+
+
+def test_a_model_that_left_the_numbers_is_no_release():
+    run = forget()
+    with pytest.raises(UnlearningError, match=r"diverged at batch \d of epoch \d"):
+        tune(run, learning_rate=1e30, epochs=3)
+    data = make_data()
+    data.inputs[17] = torch.nan
+    with pytest.raises(UnlearningError, match="diverged at batch 3 of epoch 1"):
+        tune(run, Batches(data.inputs, data.targets, batch_size=8), epochs=2)
+    with pytest.raises(UnlearningError, match="diverged at batch"):
+        fine_tune_many([run], make_data(), seeds=[0], epochs=3, learning_rate=1e30)
+
+
+def test_a_run_is_tuned_once():
+    tuned = tune(forget())
+    with pytest.raises(InputError, match="fine-tuned already"):
+        tune(tuned)
