@@ -21,7 +21,7 @@ from expunge.auditing.attacks import (
 from expunge.auditing.bounds import Claim
 from expunge.auditing.mechanism import audit_mechanism, make_claim
 from expunge.auditing.trials import unlearn_stack
-from expunge.noisy.noise import SeededNoise
+from expunge.noisy.noise import NoiseStream, SeededNoise
 from expunge.noisy.run import unlearn
 from expunge.recipes import schedule
 from random_recipes import audit_place
@@ -83,21 +83,13 @@ def test_the_splits_attain_the_mixing_bound(recipe, compared_to, epsilon):
 # The stack is the engine
 
 
-class Shifted:
-    """The noise of one row of a stack: the same stream, further on."""
+def shift(patch, row, size=3):
+    """From here on noise is that of one row of a stack: the same stream, further on."""
 
-    def __init__(self, seed, row, size=3):
-        self.noise, self.shift = SeededNoise(seed), row * size
+    def draw(self, out, *, step, position, std, draw=NoiseStream.draw):
+        draw(self, out, step=step, position=position + row * size, std=std)
 
-    def begin(self):
-        self.stream = self.noise.begin()
-        return self
-
-    def draw(self, out, *, step, position, std):
-        self.stream.draw(out, step=step, position=position + self.shift, std=std)
-
-    def describe(self):
-        return self.noise.describe()
+    patch.setattr(NoiseStream, "draw", draw)
 
 
 STACKED = [
@@ -110,7 +102,7 @@ STACKED = [
 
 
 @pytest.mark.parametrize("recipe", STACKED)
-def test_a_row_of_the_stack_is_bit_for_bit_a_run_of_unlearn(recipe):
+def test_a_row_of_the_stack_is_bit_for_bit_a_run_of_unlearn(recipe, monkeypatch):
     rows = 12
     centre = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)
     steps = getattr(recipe, "steps", 0)
@@ -120,25 +112,20 @@ def test_a_row_of_the_stack_is_bit_for_bit_a_run_of_unlearn(recipe):
         def public(n):
             return {"weight": centre[:2].expand(n, 2), "bias": centre[2:].expand(n, 1)}
 
-        given = {"loss_fn": adversary.loss, "retain_loader": Instructions(steps), "recipe": recipe}
-        stack = unlearn_stack(
-            Trials(starts, centre), noise=SeededNoise(3), centre=public(rows), **given
-        )
+        given = {"retain_loader": Instructions(steps, centre), "recipe": recipe}
+        given |= {"loss_fn": adversary.loss, "noise": SeededNoise(3)}
+        stack = unlearn_stack(Trials(starts), centre=public(rows), **given)
         for row in (0, 1, 2, 3, 8, 11):  # the adversary treats these as it treats row 0 of 1
-            run = unlearn(
-                Trials(starts[row : row + 1], centre),
-                noise=SeededNoise(3) if row == 0 else Shifted(3, row),
-                centre=public(1),
-                **given,
-            )
+            with monkeypatch.context() as patch:
+                shift(patch, row)
+                run = unlearn(Trials(starts[row : row + 1]), centre=public(1), **given)
             for name, value in run.model.state_dict().items():
                 assert torch.equal(value[0], stack.state_dict()[name][row]), (name, row)
         assert run.record.execution.rounding == choose_precision(recipe, 3).rounding
 
 
 def test_the_stack_refuses_what_it_cannot_run():
-    rows = torch.zeros(4, 3, dtype=torch.float64)
-    model = Trials(rows, rows[0])
+    model = Trials(torch.zeros(4, 3, dtype=torch.float64))
     with pytest.raises(InputError, match="without noise"):
         unlearn_stack(model, [], OutputPerturbation(1.0, 0.0), loss_fn=max, noise=SeededNoise(0))
     model.bias = torch.nn.Parameter(torch.zeros(5, 1))

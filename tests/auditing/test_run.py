@@ -4,12 +4,15 @@ import json
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+import expunge.auditing.mechanism
 from defects import shrink_noise
 from expunge import CertificateError, InputError, OutputPerturbation, Retraining, certify
+from expunge.auditing.cells import examine_cells
 from expunge.auditing.mechanism import audit_run
 from expunge.cli.main import main
 from handmade import GRADIENT, MODEL, make_record, make_run
@@ -28,6 +31,14 @@ def test_audit_run_writes_what_it_found(tmp_path):
     assert (saved["confidence"], saved["trials"], saved["contradicts"]) == (0.999, 5000, False)
     assert saved["run"]["problems"] == []
     assert 0 < saved["run"]["noise_p_value"] <= 1
+    assert 1e-9 < saved["run"]["cells"]["p_value"] <= 1
+
+
+@pytest.fixture(autouse=True)
+def few_runs(monkeypatch):
+    """The bits of a long vector have tests of their own; here a few runs are enough."""
+    few = partial(examine_cells, runs=4)
+    monkeypatch.setattr(expunge.auditing.mechanism, "examine_cells", few)
 
 
 def test_audit_run_reads_the_record_too(tmp_path):
@@ -40,17 +51,18 @@ def test_audit_run_reads_the_record_too(tmp_path):
     record.save(tmp_path / "record.json")
     found = audit_run(tmp_path, trials=5000, seed=1)
     assert found.contradicts
-    assert found.run["noise_p_value"] < 1e-9
+    assert found.run.noise_p_value < 1e-9
     assert "realised noise" in found.verdict
     replace(record, nonce="ab" * 32).save(tmp_path / "record.json")
-    assert "not the one the certificate" in audit_run(tmp_path, trials=5000, seed=1).verdict
+    assert "but the record's hash is" in audit_run(tmp_path, trials=5000, seed=1).verdict
 
 
 def test_audit_run_needs_no_record(tmp_path):
     make_run(tmp_path, MODEL)
     (tmp_path / "record.json").unlink()
     found = audit_run(tmp_path, trials=5000, seed=1)
-    assert found.run is None
+    assert found.run.noise_p_value is None
+    assert found.run.problems == ()
     assert not found.contradicts
 
 

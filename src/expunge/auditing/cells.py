@@ -11,10 +11,12 @@ up to one cell per step, which is nothing beside s ≥ 2²⁰. Bit b of k_i is s
 
     p_b(m) = Σ_j Φ((2^b (2j + 2) - 1/2 - m)/s) - Φ((2^b (2j + 1) - 1/2 - m)/s),
 
-1/2 for all low bits, in every coordinate and run independently. Each coordinate's bits are counted
-over the runs of each world, which shows a single bit of a single cell that something else decides;
-and over spans of coordinates, which shows noise that is missing or of another law from some
-coordinate on. Exact binomial tails, times the number of counts, give one p-value.
+1/2 for all low bits, in every coordinate and run independently. (As k is nearly symmetric its bits,
+in two's complement, hardly depend on s; so some high bits of |k| are counted too.) The bits of each
+coordinate are counted over the runs of each world, which shows a single bit of a single cell that
+something else decides; and over spans of coordinates, which shows noise that is missing or of
+another law from some coordinate on. Exact binomial tails, times the number of counts of their kind,
+give one p-value.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
-from expunge.accounting.precision import NoisyRecipe
+from expunge.accounting.precision import NoisyRecipe, choose_precision
 from expunge.auditing.attacks import find_reach, read_bits
 from expunge.noisy.noise import SeededNoise, SystemNoise
 from expunge.noisy.run import unlearn
@@ -41,7 +43,8 @@ Counts = npt.NDArray[np.int64]
 SHAPES = (256, 250), (6001,)
 RUNS = 128  # of both worlds; that a bit never changes in 64 has a probability of 2⁻⁶³
 SPANS = 16
-BITS = 48
+BITS, HIGH_BITS = 48, 8  # of cells in two's complement, and of their magnitudes around s
+COLUMNS = BITS + HIGH_BITS
 MOST_STEPS = 2
 STARTS = 1.5  # times the radius they are clipped to
 
@@ -65,17 +68,34 @@ class _Law:
     mean: float
     spread: float
 
-    def chance(self, bit: int, side: int) -> float:
-        """How often this bit of a cell is set."""
-        width = 2.0**bit
-        if 2 * width <= self.spread / 2:
+    @property
+    def first(self) -> int:
+        """The lowest of the high bits."""
+        return max(math.frexp(self.spread)[1] - HIGH_BITS + 2, 0)
+
+    def read(self, released: Array) -> npt.NDArray[np.uint8]:
+        """A row per cell: its bits, and the high bits of its magnitude."""
+        high = read_bits(np.abs(released), self.grid)[:, self.first : self.first + HIGH_BITS]
+        return np.concatenate([read_bits(released, self.grid)[:, :BITS], high], axis=1)
+
+    def name(self, column: int) -> str:
+        if column < BITS:
+            return f"bit {column}"
+        return f"bit {column - BITS + self.first} of the magnitude"
+
+    def chance(self, column: int, side: int) -> float:
+        """How often this bit is set."""
+        magnitude = column >= BITS
+        width = 2.0 ** (column - BITS + self.first if magnitude else column)
+        if not magnitude and 2 * width <= self.spread / 2:
             return 0.5  # up to exp(-2 π² 2²)
-        m = side * self.mean
-        ends = (m - 12 * self.spread) / (2 * width), (m + 12 * self.spread) / (2 * width)
-        j = np.arange(math.floor(ends[0]) - 1, math.ceil(ends[1]) + 2)
-        low, high = width * (2 * j + 1), width * (2 * j + 2)
-        above = special.ndtr((high - 0.5 - m) / self.spread)
-        return float(np.sum(above - special.ndtr((low - 0.5 - m) / self.spread)))
+        m, reach = side * self.mean, (self.mean + 12 * self.spread) / (2 * width)
+        j = np.arange(0 if magnitude else -math.ceil(reach) - 2, math.ceil(reach) + 2)
+        low, high = width * (2 * j + 1) - 0.5, width * (2 * j + 2) - 0.5
+        set_ = special.ndtr((high - m) / self.spread) - special.ndtr((low - m) / self.spread)
+        if magnitude:
+            set_ += special.ndtr((high + m) / self.spread) - special.ndtr((low + m) / self.spread)
+        return float(np.sum(set_))
 
 
 class _Wide(nn.Module):
@@ -106,7 +126,8 @@ def examine_cells(
     size = sum(math.prod(shape) for shape in SHAPES)
     signs = np.where(np.random.default_rng(0).random(size) < 0.5, -1, 1)
     starts = torch.from_numpy(signs * (STARTS * find_reach(recipe) / math.sqrt(size)))
-    grid, counts = 0.0, np.zeros((2, size, BITS), np.uint8)
+    law = _state_law(recipe, choose_precision(recipe, size).grid, size)
+    counts = np.zeros((2, size, COLUMNS), np.uint8)
     for place in show_progress(range(runs), runs, "bits of cells", progress):
         world = place % 2
         noise = SystemNoise() if seed is None else SeededNoise((seed << 23) + (1 << 22) + place)
@@ -117,10 +138,9 @@ def examine_cells(
             loss_fn=lambda output, _: output.sum(),
             noise=noise,
         )
-        grid = run.record.grid
         released = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]).numpy()
-        counts[world] += read_bits(released, grid)[:, :BITS]
-    return _judge(counts, signs, _state_law(recipe, grid, size), runs)
+        counts[world] += law.read(released)
+    return _judge(counts, signs, law, runs)
 
 
 def take_last_steps(recipe: NoisyRecipe) -> NoisyRecipe:
@@ -184,26 +204,30 @@ def _state_law(recipe: NoisyRecipe, grid: float, size: int) -> _Law:
 
 
 def _judge(counts: npt.NDArray[np.uint8], signs: Counts, law: _Law, runs: int) -> CellCheck:
-    """The oddest of all counts: coordinate by coordinate, and span by span."""
-    size, tests, oddest = len(signs), 0, (1.0, "")
+    """The oddest of all counts: those of coordinates, and those of spans, at even shares."""
+    size, bits = len(signs), np.arange(COLUMNS)
+    tests, oddest = [0, 0], [(1.0, ""), (1.0, "")]
     for world, n in ((0, runs - runs // 2), (1, runs // 2)):
         for side in (-1, 1):
             chosen = np.flatnonzero(signs * (2 * world - 1) == side)
-            chances = np.array([law.chance(bit, side) for bit in range(BITS)])
+            chances = np.array([law.chance(bit, side) for bit in range(COLUMNS)])
             part, where = counts[world][chosen], chosen * SPANS // size
+            spans = [part[where == span].sum(axis=0, dtype=np.int64) for span in range(SPANS)]
+            lengths = [*np.bincount(where, minlength=SPANS), len(chosen)]
             table = _tail(np.arange(n + 1)[:, None], n, chances)
-            lengths = np.bincount(where, minlength=SPANS)[:, None]
-            spans = np.stack(
-                [part[where == span].sum(axis=0, dtype=np.int64) for span in range(SPANS)]
-            )
-            of_spans = _tail(spans, n * lengths, chances)
-            for kind, tails in (("of coordinate", table[part, np.arange(BITS)]),
-                                ("of sixteenth", of_spans)):  # fmt: skip
-                tests += tails.size
+            totals = np.stack([*spans, np.sum(spans, axis=0)])
+            names = [*(f"sixteenth {span + 1} of the vector" for span in range(SPANS)), "all cells"]
+            for kind, tails in enumerate(
+                (table[part, bits], _tail(totals, n * np.array(lengths)[:, None], chances))
+            ):
+                tests[kind] += tails.size
                 row, bit = np.unravel_index(int(np.argmin(tails)), tails.shape)
-                name = int(row if kind == "of sixteenth" else chosen[row])
-                oddest = min(oddest, (float(tails[row, bit]), f"bit {bit} {kind} {name:,}"))
-    return CellCheck(size, runs, tests, min(oddest[0] * tests, 1.0), oddest[1])
+                name = names[row] if kind else f"coordinate {chosen[row]:,}"
+                oddest[kind] = min(
+                    oddest[kind], (float(tails[row, bit]), f"{law.name(int(bit))} of {name}")
+                )
+    p, name = min((2 * count * p, name) for count, (p, name) in zip(tests, oddest, strict=True))
+    return CellCheck(size, runs, sum(tests), min(p, 1.0), name)
 
 
 def _tail(counts: Counts, trials: Any, chances: Array) -> Array:

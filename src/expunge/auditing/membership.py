@@ -1,4 +1,4 @@
-"""Membership inference against forgotten examples: attacks, their curves, and what is allowed.
+"""Membership inference against forgotten examples: shadow runs, attacks, and what is allowed.
 
 Shadow runs repeat the whole story (train, forget, release) with members drawn by fair coins; an
 attack scores every candidate in every run, and a good one scores members higher. U-LiRA (Hayes et
@@ -10,8 +10,6 @@ Any two starts of a certified run are indistinguishable as the certificate says,
 what it releases has a curve above ``bound_roc``: 1 - β ≤ min over ε of e^ε α + δ(ε), and the same
 for the complementary errors. For one candidate that is the guarantee; for an average over
 candidates it follows because the bound is concave in α.
-
-Shadow runs for the model audit: the whole story again and again, with fair coins for members.
 """
 
 from __future__ import annotations
@@ -34,6 +32,7 @@ from expunge.errors import CertificateError, InputError
 from expunge.files import read_limited, to_plain, write_atomic
 from expunge.progress import show_progress
 from expunge.recipes import IDEAL, Execution, Recipe, method_name
+from expunge.reports.charts import Axis, Chart, Mark, Series, write_charts
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -238,32 +237,34 @@ def save_membership(found: Membership, directory: str | Path) -> Path:
         except ValueError:
             raise CertificateError(f"audit {path} is not JSON; remove it first") from None
     audit["membership"] = to_plain(found)
-    draw_roc(found, folder / "membership.svg")
+    write_charts(folder / "membership.svg", [draw_roc(found)])
     text = json.dumps(audit, ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(path, (text + "\n").encode())
     return path
 
 
-def draw_roc(found: Membership, path: str | Path) -> None:
+def draw_roc(found: Membership) -> Chart:
     """Curves of the strongest attack on every arm, on logarithmic axes, and what is allowed."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
-    axes: Any = figure.subplots()
-    fpr = np.array(found.fpr)
+    lines: dict[str, tuple[tuple[float, ...], Mark]] = {}
     for arm, attacks in found.attacks.items():
         name, best = max(attacks.items(), key=lambda item: item[1].auc)
-        axes.plot(fpr, _visible(best.roc), label=f"{arm}: {name}, AUC {best.auc:.3f}")
-    axes.plot(fpr, _visible(found.tpr_allowed), "k--", label="most that the certificate allows")
-    axes.plot(fpr, fpr, ":", color="grey", label="guessing")
-    axes.set(xscale="log", yscale="log", xlim=(fpr[0], 1), ylim=(fpr[0], 1.05))
-    axes.set(xlabel="false-positive rate", ylabel="true-positive rate")
-    axes.legend(fontsize=7, loc="lower right")
-    figure.savefig(path)
-
-
-def _visible(rates: tuple[float, ...]) -> Array:
-    return np.where(np.array(rates) > 0, rates, np.nan)
+        lines[f"{arm}: {name}, AUC {best.auc:.3f}"] = best.roc, "curve"
+    told = " ".join(f"{name}." for name in lines)
+    lines["most that the certificate allows"] = found.tpr_allowed, "level"
+    lines["guessing"] = found.fpr, "level"
+    x = tuple(np.log10(found.fpr).tolist())
+    series = [
+        Series(name, x, tuple(math.log10(rate) if rate > 0 else None for rate in rates), mark)
+        for name, (rates, mark) in lines.items()
+    ]
+    return Chart(
+        "membership",
+        "Membership inference against forgotten examples",
+        f"{told} The certificate allows an advantage of {found.advantage_allowed:.3g}.",
+        Axis("false-positive rate", "log10", include=(0.0,)),
+        Axis("true-positive rate", "log10", include=(0.0,)),
+        tuple(series),
+    )
 
 
 def _summarise(false: Array, true: Array) -> tuple[float, ...]:

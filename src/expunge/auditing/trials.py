@@ -24,7 +24,7 @@ from expunge.noisy.loop import Loop
 from expunge.noisy.model import Centre, CertifiedModel, check_finite, copy_model
 from expunge.noisy.noise import Array, Noise, NoiseStream, StepNoise
 from expunge.noisy.team import Team
-from expunge.noisy.vector import GridVector, Norms, Update, clip_factor, truncate_cells
+from expunge.noisy.vector import GridVector, Norms, Update, clip_factor, round_cells
 from expunge.processes.group import Processes
 from expunge.training.losses import LossFunction
 from expunge.training.randomness import untouched_random
@@ -117,7 +117,7 @@ class StackedVector(GridVector):
             chunk.cells.addcmul_(g, alpha, value=-1)
 
     def _shrink(self, cells: Tensor, factor: Any) -> None:
-        truncate_cells(cells.copy_(torch.where(factor > 0, cells * factor, 0.0)))
+        round_cells(cells.copy_(torch.where(factor > 0, cells * factor, 0.0)), "zero")
 
     def _tell(self, norm: Any, factor: Any, noise: float) -> Norms:
         return Norms(0.0, 0.0)
