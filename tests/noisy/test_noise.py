@@ -113,29 +113,6 @@ def test_same_seed_is_bit_equal_and_other_seeds_steps_positions_keys_are_not() -
             assert np.count_nonzero(other == another) < 5
 
 
-@pytest.mark.parametrize("noise", SOURCES)
-@pytest.mark.parametrize("position", [0, 7])
-@pytest.mark.parametrize(("rows", "size"), [(40, 1), (9, 3985), (3, CHUNK), (2, CHUNK + 3), (5, 0)])
-def test_rows_are_those_of_consecutive_steps(
-    noise: Any, position: int, rows: int, size: int
-) -> None:
-    stream = noise.begin()
-    for step, std in ((2, 2.0**40), (50, 0.4), (100, 0.0)):  # 2⁴⁰ cells: many need the wider float
-        together = np.full((rows, size), np.nan)
-        stream.draw(together, step=step, position=position, std=std)
-        alone = twin(stream)
-        for i, row in enumerate(together):
-            assert np.array_equal(row, draw(alone, size, step=step + i, position=position, std=std))
-        assert not np.signbit(together[together == 0]).any()
-    with pytest.raises(UnlearningError, match=f"step {98 + rows}, position 9 was already"):
-        draw(stream, 1, step=98 + rows, position=9)
-
-
-def test_rows_do_not_run_past_the_last_step() -> None:
-    with pytest.raises(InputError, match="step is"):
-        SeededNoise(0).begin().draw(np.zeros((3, 2)), step=2**62 - 2, position=0, std=1.0)
-
-
 @pytest.mark.parametrize(
     ("step", "position"), [(3, 9), (3, 10), (3, 19), (2, 20), (2, 1000), (0, 0)]
 )

@@ -195,56 +195,44 @@ class NoiseStream:
     def draw(self, out: Array, *, step: int, position: int, std: float) -> None:
         """Fill ``out`` with round(std · ξ) for positions ``position`` … of this step; zeros are +0.
 
-        The rows of a two-dimensional ``out`` are those of consecutive steps. Steps and, within a
-        step, positions only move forward: no value is ever drawn twice.
+        Steps and, within a step, positions only move forward: no value is ever drawn twice.
         """
-        rows = _check(out, std)
-        step = _whole("step", step, STEPS - len(rows) + 1)
-        position = _whole("position", position, POSITIONS - rows.shape[1] + 1)
+        _check(out, std)
+        step = _whole("step", step, STEPS)
+        position = _whole("position", position, POSITIONS - out.size + 1)
         with self._lock, np.errstate(divide="ignore", under="ignore"):
-            for number in range(step, step + len(rows)):
-                self._advance(number, position, rows.shape[1])
-            if std == 0 or rows.size == 0:
-                rows.fill(0.0)
+            self._advance(step, position, out.size)
+            if std == 0 or out.size == 0:
+                out.fill(0.0)
             else:
-                self._fill(rows, step, position, float(std))
+                self._fill(out, step, position, float(std))
 
-    def _fill(self, rows: Array, step: int, position: int, std: float) -> None:
-        """Short rows are rounded together, long ones in parts."""
-        (block, odd), size = divmod(position, 2), rows.shape[1]
-        pairs = (odd + size + 1) // 2
-        group = max(_PAIRS // pairs, 1)
-        for first in range(0, len(rows), group):
-            some = rows[first : first + group]
-            for start in range(0, pairs, _PAIRS):
-                count = min(_PAIRS, pairs - start)
-                starts = [(step + first + i, block + start) for i in range(len(some))]
-                k = self._round_blocks(starts, count, std).reshape(len(some), 2 * count)
-                at = 2 * start - odd
-                low, high = max(at, 0), min(at + 2 * count, size)
-                # -0 + 0 is +0: a negative zero would carry a sign through the engine's addition.
-                np.add(k[:, low - at : high - at], 0.0, out=some[:, low:high])
+    def _fill(self, out: Array, step: int, position: int, std: float) -> None:
+        block, odd = divmod(position, 2)
+        pairs = (odd + out.size + 1) // 2
+        for start in range(0, pairs, _PAIRS):
+            count = min(_PAIRS, pairs - start)
+            k = self._round_blocks(step, block + start, count, std)
+            at = 2 * start - odd
+            low, high = max(at, 0), min(at + 2 * count, out.size)
+            # -0 + 0 is +0: a negative zero would carry a sign through the engine's addition.
+            np.add(k[low - at : high - at], 0.0, out=out[low:high])
 
-    def _round_blocks(self, starts: list[tuple[int, int]], count: int, std: float) -> Floats:
-        """The rounded pairs of ``count`` blocks from each (step, block), one after the other."""
-        if (needed := len(starts) * count) > self._work.pairs:
-            self._work = _Workspace(needed)
-        work, words = self._work, self._work.words[:needed]
-        for i, (step, block) in enumerate(starts):
-            self._cipher.reset_nonce(_counter(_NOISE, step, block))
-            stream = work.keystream[_BLOCK * count * i :]
-            self._cipher.update_into(work.zeros[: _BLOCK * count], stream)
+    def _round_blocks(self, step: int, block: int, count: int, std: float) -> Floats:
+        """The rounded pairs of ``count`` blocks from this one on."""
+        if count > self._work.pairs:
+            self._work = _Workspace(count)
+        work, words = self._work, self._work.words[:count]
+        self._cipher.reset_nonce(_counter(_NOISE, step, block))
+        self._cipher.update_into(work.zeros[: _BLOCK * count], work.keystream)
         k, doubtful = _round_pairs(work, words, std)
         if doubtful.size:
-            _decide(k, doubtful, words, std, functools.partial(self._draw_digits, starts, count))
+            _decide(k, doubtful, words, std, functools.partial(self._draw_digits, step, block))
         return k
 
-    def _draw_digits(
-        self, starts: list[tuple[int, int]], each: int, index: int, count: int
-    ) -> bytes:
+    def _draw_digits(self, step: int, block: int, index: int, count: int) -> bytes:
         """``count`` blocks of further digits of pair ``index``, always the same ones."""
-        step, block = starts[index // each]
-        start = _counter(_MORE_DIGITS, step, (block + index % each) * _LEVELS)
+        start = _counter(_MORE_DIGITS, step, (block + index) * _LEVELS)
         cipher = Cipher(algorithms.AES(self._key), modes.CTR(start))
         return cipher.encryptor().update(bytes(_BLOCK * count))
 
@@ -399,18 +387,16 @@ def _counter(domain: int, step: int, block: int) -> bytes:
     return ((domain << 62 | step) << 64 | block).to_bytes(_BLOCK, "big")
 
 
-def _check(out: object, std: object) -> Array:
-    """``out`` in rows, one per step."""
+def _check(out: object, std: object) -> None:
     if not isinstance(out, np.ndarray):
         raise InputError.of("out", type(out).__name__, "a numpy array")
-    if out.dtype != np.float64 or out.ndim not in (1, 2) or not out.flags.carray:
+    if out.dtype != np.float64 or out.ndim != 1 or not out.flags.carray:
         raise InputError(
             f"out is {out.dtype} of shape {out.shape}; it must be a writable, contiguous float64 "
-            "array of one dimension, or of two, a row for each step"
+            "array of one dimension"
         )
     if not isinstance(std, float | int | np.floating) or not 0 <= std <= LARGEST_STD:
         raise InputError.of("std", std, "a number from 0 to 2**40 (noise_std in cells of the grid)")
-    return np.atleast_2d(out)
 
 
 def _whole(field: str, value: object, end: int) -> int:

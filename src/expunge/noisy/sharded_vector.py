@@ -63,7 +63,7 @@ def check_layout(parameters: Mapping[str, Tensor], processes: Processes) -> None
 
 
 def locate_spans(shapes: Sequence[torch.Size], rank: int, size: int) -> list[Span]:
-    """Where a rank's rows stand in the whole vector, in order; neighbours are joined.
+    """Where a rank's rows of each tensor stand in the whole vector, in order.
 
     >>> locate_spans([torch.Size([4, 3]), torch.Size([2])], rank=1, size=2)
     [Span(local=0, position=6, length=6), Span(local=6, position=13, length=1)]
@@ -77,14 +77,7 @@ def locate_spans(shapes: Sequence[torch.Size], rank: int, size: int) -> list[Spa
         if length > 0:
             spans.append(Span(local, offset + start * width, length))
         local, offset = local + length, offset + shape[0] * width
-    joined: list[Span] = []
-    for span in spans:
-        last = joined[-1] if joined else None
-        if last is not None and last.position + last.length == span.position:
-            joined[-1] = Span(last.local, last.position, last.length + span.length)
-        else:
-            joined.append(span)
-    return joined
+    return spans
 
 
 def check_spans(parts: Sequence[Sequence[tuple[int, int]]], size: int) -> None:

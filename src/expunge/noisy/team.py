@@ -57,9 +57,9 @@ class Team:
             return
         if certified.reset:
             raise UnlearningError(
-                f"the statistics of {certified.reset[0]} would be reset, which needs one process: "
-                "those of a share of a batch are not those of the batch; use GroupNorm or "
-                "LayerNorm, or freeze the module"
+                f"{certified.reset[0]} would be reset, which needs one process: the statistics of "
+                "a share of a batch are not those of the batch; use GroupNorm or LayerNorm, or "
+                "freeze the module"
             )
         wrapped = type(certified.model).__name__
         if wrapped in ("DistributedDataParallel", "FullyShardedDataParallel"):

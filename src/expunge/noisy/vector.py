@@ -12,17 +12,15 @@ Norms are float64 sums with a proven margin (:func:`clip_factor`): after clippin
 never exceeds the bound in exact arithmetic. Memory: ``k`` is two float32 vectors; all else is
 worked through in chunks.
 
-The vector is cut wherever that falls in the tensors it stands for. On the CPU the arithmetic is
-numpy's, on the same memory as the tensors: after a forward and backward pass a call of it costs
-half of one of torch, and a step makes a dozen.
+The vector is cut into chunks that fit in a cache, wherever that falls in the tensors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -82,19 +80,19 @@ def clip_factor(norm: float, bound: float, size: int) -> float:
     return 1.0 if largest <= bound else bound / largest * (1 - 2.0**-50)
 
 
-def truncate_cells(cells: Tensor) -> Tensor:
-    """Round towards zero in place; by numpy on a CPU.
+def round_cells(cells: Tensor, towards: Literal["zero", "nearest"] = "nearest") -> Tensor:
+    """To whole numbers, in place: the nearest (ties to even), or towards zero; by numpy on a CPU.
 
     torch hands ``round`` and ``trunc`` to a threaded library that starts a team of threads however
     short the vector is: on a busy machine that is a thousand times slower than the rounding.
 
-    >>> truncate_cells(torch.tensor([0.5, 1.5, -0.4], dtype=torch.float64))
+    >>> round_cells(torch.tensor([0.5, 1.5, -0.4], dtype=torch.float64), "zero")
     tensor([0., 1., -0.], dtype=torch.float64)
     """
     if cells.device.type != "cpu":
-        return cells.trunc_()
+        return cells.trunc_() if towards == "zero" else cells.round_()
     view = cells.numpy()
-    np.trunc(view, out=view)
+    (np.trunc if towards == "zero" else np.rint)(view, out=view)
     return cells
 
 
@@ -127,7 +125,7 @@ class GridVector:
         norm = self._root(squares)
         factor = self.clip_factor(norm, radius) / self.grid
         for chunk in self._chunks:
-            truncate_cells(chunk.cells.mul_(factor)).clamp_(-LARGEST_CELL, LARGEST_CELL)
+            round_cells(chunk.cells.mul_(factor), "zero").clamp_(-LARGEST_CELL, LARGEST_CELL)
             self._write(chunk)
         return norm
 
@@ -146,20 +144,16 @@ class GridVector:
 
     def step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         """k ← round(Π(ρ k - (γ/g) · clip · g)) + round(ξ/g), saturated; then the parameters."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            return self._step(gradients, update)
-
-    def _step(self, gradients: Sequence[Tensor], update: Update) -> Norms:
         alpha, decay = update.rate / self.grid, update.decay
         projected = update.radius < math.inf
         squares: list[Any] = []
         noise = 0.0
         for chunk in self._chunks:
             if decay != 1:
-                chunk.scale(decay)
+                chunk.cells.mul_(decay)
             self._descend(chunk, gradients, alpha)
             if not projected:
-                chunk.round()
+                round_cells(chunk.cells)
             squares.append(self._square(chunk.cells))
             if not projected:
                 noise += self._finish(chunk, update, squares[-1])
@@ -199,12 +193,11 @@ class GridVector:
 
     def _descend(self, chunk: Chunk, gradients: Sequence[Tensor], alpha: float) -> None:
         if alpha > 0:
-            chunk.gather(gradients)
-            chunk.subtract(alpha)
+            chunk.cells.sub_(chunk.gather(gradients).mul_(alpha))
 
     def _shrink(self, cells: Tensor, factor: float) -> None:
         """Towards the centre; a vector whose norm overflowed goes to the centre itself."""
-        _ = truncate_cells(cells.mul_(factor)) if factor > 0 else cells.zero_()
+        _ = round_cells(cells.mul_(factor), "zero") if factor > 0 else cells.zero_()
 
     def _tell(self, norm: float, factor: float, noise: float) -> Norms:
         norm = norm * factor if factor > 0 else 0.0
@@ -220,18 +213,18 @@ class GridVector:
             assert self.noise is not None
             drawn = self.noise.take(update.number, chunk.start, chunk.stop)
             noise = sum_squares(drawn)
-            chunk.add(drawn)
+            chunk.cells.view(-1).add_(torch.from_numpy(drawn).to(self.device))
         if not (
             isinstance(square, float) and math.sqrt(square) + math.sqrt(noise) < LARGEST_CELL / 2
         ):
-            chunk.saturate(LARGEST_CELL)
+            chunk.cells.clamp_(-LARGEST_CELL, LARGEST_CELL)
         self._write(chunk)
         return noise
 
     def _write(self, chunk: Chunk) -> None:
         """The parameters are centre + grid · k, rounded to their own dtype."""
         if self._centre is None:
-            chunk.measure(self.grid)
+            torch.mul(chunk.cells, self.grid, out=chunk.work)
         else:
             chunk.gather(self._centre).add_(chunk.cells, alpha=self.grid)
         chunk.scatter(self.parameters)
@@ -351,84 +344,22 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Coordinates [start, stop) of the vector: ``cells`` there, and the parts of tensors.
-
-    ``views`` are numpy's of both vectors, None where the vector is not on the CPU.
-    """
+    """Coordinates [start, stop) of the vector: ``cells`` there, and the parts of tensors."""
 
     start: int
     stop: int
     cells: Tensor
     work: Tensor
     parts: tuple[TensorPart, ...]
-    views: tuple[Array, Array] | None = field(init=False)
-    places: list[Tensor] = field(init=False)
-    whole: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        views = (self.cells.numpy(), self.work.numpy()) if self.cells.is_cpu else None
-        object.__setattr__(self, "views", views)
-        object.__setattr__(self, "places", [part.place for part in self.parts])
-        object.__setattr__(self, "whole", all(part.whole for part in self.parts))
 
     def gather(self, tensors: Sequence[Tensor]) -> Tensor:
         """The chunk's coordinates of a list of tensors, in float64."""
-        copy_all(self.places, self._select(tensors))
+        copy_all([part.place for part in self.parts], [part.of(tensors) for part in self.parts])
         return self.work
 
     def scatter(self, tensors: Sequence[Tensor]) -> None:
         """Write the work vector to the tensors, in their own dtypes."""
-        copy_all(self._select(tensors), self.places)
-
-    def _select(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        if self.whole and len(self.parts) == len(tensors):
-            return list(tensors)
-        return [part.of(tensors) for part in self.parts]
-
-    def scale(self, factor: float) -> None:
-        """k ← factor · k."""
-        if self.views is None:
-            self.cells.mul_(factor)
-        else:
-            np.multiply(self.views[0], factor, out=self.views[0])
-
-    def subtract(self, alpha: float) -> None:
-        """k ← k - alpha · work; the work vector is used up."""
-        if self.views is None:
-            self.cells.add_(self.work, alpha=-alpha)
-        else:
-            k, work = self.views
-            np.subtract(k, np.multiply(work, alpha, out=work), out=k)
-
-    def round(self) -> None:
-        """k ← the nearest whole numbers, ties to even."""
-        if self.views is None:
-            self.cells.round_()
-        else:
-            np.rint(self.views[0], out=self.views[0])
-
-    def add(self, noise: Array) -> None:
-        """k ← k + noise."""
-        if self.views is None:
-            self.cells.view(-1).add_(torch.from_numpy(noise).to(self.cells.device))
-        else:
-            k = self.views[0]
-            np.add(k, noise.reshape(k.shape), out=k)
-
-    def saturate(self, largest: float) -> None:
-        """k ← k, no coordinate beyond ± ``largest``."""
-        if self.views is None:
-            self.cells.clamp_(-largest, largest)
-        else:
-            k = self.views[0]
-            np.maximum(np.minimum(k, largest, out=k), -largest, out=k)
-
-    def measure(self, grid: float) -> None:
-        """work ← grid · k."""
-        if self.views is None:
-            torch.mul(self.cells, grid, out=self.work)
-        else:
-            np.multiply(self.views[0], grid, out=self.views[1])
+        copy_all([part.of(tensors) for part in self.parts], [part.place for part in self.parts])
 
 
 def cut(cells: Tensor, shapes: Sequence[torch.Size], longest: int) -> list[Chunk]:

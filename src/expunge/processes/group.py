@@ -91,15 +91,19 @@ class Processes:
         """
         if self.alone:
             return list(tensors)
-        found: list[Tensor] = []
-        for bucket in _fill_buckets(tensors):
-            kind = torch.float64 if bucket[0].dtype is torch.float64 else torch.float32
-            flat = torch.cat([t.detach().reshape(-1).to(kind) for t in bucket])
+        found = list(tensors)
+        for kind in (torch.float32, torch.float64):
+            wide = kind is torch.float64
+            own = [i for i, t in enumerate(tensors) if (t.dtype is torch.float64) is wide]
+            if not own:
+                continue
+            flat = torch.cat([tensors[i].detach().reshape(-1).to(kind) for i in own])
             self.sent += flat.nbytes
             with self.listening("summing gradients"):
-                dist.all_reduce(flat)
-            parts = flat.split([t.numel() for t in bucket])
-            found += [part.view(t.shape) for part, t in zip(parts, bucket, strict=True)]
+                for bucket in flat.split(BUCKET):
+                    dist.all_reduce(bucket)
+            for i, part in zip(own, flat.split([tensors[i].numel() for i in own]), strict=True):
+                found[i] = part.view(tensors[i].shape)
         return found
 
     def gather(self, value: T) -> list[T]:
@@ -317,18 +321,3 @@ def _init(backend: str, timeout: timedelta) -> None:
     store, rank, size = next(iter(rendezvous("env://", timeout=timeout)))
     own = PrefixStore(f"expunge/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=timeout)
-
-
-def _fill_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one kind, about ``BUCKET`` numbers together."""
-    buckets: list[list[Tensor]] = []
-    held = 0
-    for tensor in tensors:
-        wide = tensor.dtype is torch.float64
-        fits = bool(buckets) and held + tensor.numel() <= BUCKET
-        if not fits or wide != (buckets[-1][0].dtype is torch.float64):
-            buckets.append([])
-            held = 0
-        buckets[-1].append(tensor)
-        held += tensor.numel()
-    return buckets
