@@ -139,7 +139,7 @@ def test_old_weights_do_not_travel_beside_the_vector(
 ) -> None:
     path = write_job(tmp_path, model={"build": f"hiding.py:{build}", "public": public})
     (tmp_path / "hiding.py").write_text(HIDING)
-    with pytest.raises(UnlearningError, match="old|get_extra_state"):
+    with pytest.raises(UnlearningError, match=r"old|get_extra_state"):
         run_job(path)
     assert not (tmp_path / "run").exists()
 

@@ -82,14 +82,19 @@ def test_a_place_that_cannot_be_is_refused(tmp_path: Path) -> None:
 
 def test_an_unfinished_run_is_kept_private_locked_and_bound_to_what_it_is(tmp_path: Path) -> None:
     target, identity = tmp_path / "run", {"forget set": "ab", "seed": None}
-    with pytest.raises(Stopped) as caught, open_workspace(target, False, identity) as work:
-        assert work.stat().st_mode & 0o077 == 0
-        with (
-            pytest.raises(InputError, match="another process is working"),
-            open_workspace(target, True, identity),
-        ):
-            pass
-        raise Stopped(2)
+
+    def stop_inside() -> None:
+        with open_workspace(target, False, identity) as work:
+            assert work.stat().st_mode & 0o077 == 0
+            with (
+                pytest.raises(InputError, match="another process is working"),
+                open_workspace(target, True, identity),
+            ):
+                pass
+            raise Stopped(2)
+
+    with pytest.raises(Stopped) as caught:
+        stop_inside()
     assert caught.value.saved
     with (
         pytest.raises(InputError, match="had another forget set; put the job back"),
@@ -97,9 +102,11 @@ def test_an_unfinished_run_is_kept_private_locked_and_bound_to_what_it_is(tmp_pa
     ):
         pass
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
-    with pytest.raises(RunError, match="make room and use --resume"):
-        with open_workspace(target, True, identity):
-            raise full
+    with (
+        pytest.raises(RunError, match="make room and use --resume"),
+        open_workspace(target, True, identity),
+    ):
+        raise full
     with open_workspace(target, True, identity):
         pass
     assert not workspace_of(target).exists()
