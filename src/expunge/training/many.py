@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from expunge.certificates.record import Run
 from expunge.errors import InputError
-from expunge.training.batches import Augment, Batches
+from expunge.training.batches import Augment, Batches, Cycle
 from expunge.training.compiled import (
     Compile,
     allow_compiling,
@@ -97,12 +97,23 @@ def train_many(
     decays = _spread("weight decays", weight_decay, isinstance(weight_decay, float | int), n)
     for rate, decay in zip(rates, decays, strict=True):
         check_numbers(epochs, rate, batch_size, decay, momentum)
-    how = _Settings(epochs, batch_size, momentum, schedule, augment, prepare, loss_fn)
-    runs = [_Run(*given, how) for given in zip(models, sets, seeds, rates, decays, strict=True)]
+    shared: dict[str, Any] = {
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "momentum": momentum,
+        "schedule": schedule,
+        "augment": augment,
+        "prepare": prepare,
+        "loss_fn": loss_fn,
+    }
+    own = zip(models, sets, seeds, rates, decays, strict=True)
+    runs = [
+        _Run(m, d, s, shared | {"learning_rate": r, "weight_decay": w}) for m, d, s, r, w in own
+    ]
     outcome = _find_reason(compile, runs) or _train_together(runs)
     if not isinstance(outcome, str):
         return outcome
-    logs = [run.train(compile) for run in runs]
+    logs = [train(r.model, r.data, seed=r.seed, compile=compile, **r.how) for r in runs]
     return [replace(log, note=f"not together: {outcome}. {log.note}".strip()) for log in logs]
 
 
@@ -166,59 +177,28 @@ def _spread(name: str, given: Any, single: bool, count: int) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Settings:
-    """What all runs have in common."""
-
-    epochs: float
-    batch_size: int
-    momentum: float
-    schedule: ScheduleName
-    augment: Augment | None
-    prepare: Callable[[Tensor], Tensor] | None
-    loss_fn: LossFunction
-
-
-@dataclass(frozen=True)
 class _Run:
-    """One of the runs."""
+    """One of the runs; ``how`` are its options of ``train``."""
 
     model: nn.Module
     data: InMemory
     seed: int
-    learning_rate: float
-    weight_decay: float
-    how: _Settings
-
-    def train(self, compile: Compile) -> TrainingLog:
-        """This run by itself."""
-        return train(
-            self.model,
-            self.data,
-            learning_rate=self.learning_rate,
-            weight_decay=self.weight_decay,
-            seed=self.seed,
-            compile=compile,
-            **vars(self.how),
-        )
+    how: dict[str, Any]
 
     def make_batches(self) -> Batches:
         """The batches of this run from the start, as ``train`` makes them."""
-        return Batches(
-            self.data.inputs,
-            self.data.targets,
-            batch_size=self.how.batch_size,
-            generator=torch.Generator().manual_seed(self.seed),
-            augment=self.how.augment,
-            prepare=self.how.prepare,
-        )
+        names = ("batch_size", "augment", "prepare")
+        given = {name: self.how[name] for name in names}
+        generator = torch.Generator().manual_seed(self.seed)
+        return Batches(self.data.inputs, self.data.targets, generator=generator, **given)
 
     def make_sgd(self, model: nn.Module) -> Sgd:
         """The optimizer of this run, for ``model``."""
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        return Sgd(parameters, self.learning_rate, self.how.momentum, self.weight_decay)
+        settings = [self.how[name] for name in ("learning_rate", "momentum", "weight_decay")]
+        return Sgd([p for p in model.parameters() if p.requires_grad], *settings)
 
     def count_steps(self) -> int:
-        return math.ceil(self.how.epochs * len(self.make_batches()) - 1e-9)
+        return math.ceil(self.how["epochs"] * len(self.make_batches()) - 1e-9)
 
 
 def _find_reason(compile: Compile, runs: list[_Run]) -> str:
@@ -240,7 +220,7 @@ def _find_reason(compile: Compile, runs: list[_Run]) -> str:
         if not all(torch.equal(a, b) for a, b in pairs):
             return "the models differ in what is not trained"
     size = sum(p.numel() for p in first.model.parameters())
-    if compile == "auto" and 6 * size * first.how.batch_size / 1e11 >= SHORT_STEP:
+    if compile == "auto" and 6 * size * first.how["batch_size"] / 1e11 >= SHORT_STEP:
         return f"steps with {size} parameters are as fast one by one"
     if compile == "auto" and STEP * steps * len(runs) < PAYS_AFTER:
         return f"{len(runs)} runs of {steps} steps do not pay for compiling"
@@ -276,23 +256,20 @@ class _Joint:
         parameters = [dict(run.model.named_parameters()) for run in runs]
         self.names = [name for name, p in parameters[0].items() if p.requires_grad]
         self.start = [torch.stack([p[name].detach() for p in parameters]) for name in self.names]
-        self.rates = [run.learning_rate for run in runs]
-        self.decays = self._make_column([run.weight_decay for run in runs])
 
     def compare(self) -> str:
         """Take the first step both ways; why the results differ, nothing if they do not."""
-        batches = [run.make_batches() for run in self.runs]
-        fetched = [next(iter(b)) for b in batches]
-        stacks, momenta = [stack.clone() for stack in self.start], self._make_momenta()
+        fetched = [next(iter(run.make_batches())) for run in self.runs]
+        stacks = [stack.clone() for stack in self.start]
         with allow_compiling():
-            self._step(stacks, momenta, fetched, 0)
+            self._step(stacks, self._make_momenta(), fetched, 0)
         for r, run in enumerate(self.runs):
             model = copy.deepcopy(run.model)
             sgd = run.make_sgd(model)
-            compute_loss(model, fetched[r], self.how.loss_fn).backward()
+            compute_loss(model, fetched[r], self.how["loss_fn"]).backward()
             if any(p.grad is None for p in sgd.parameters):
                 return "a parameter has no part in the loss"
-            sgd.step(schedule_factor(self.how.schedule, 0, self.steps))
+            sgd.step(schedule_factor(self.how["schedule"], 0, self.steps))
             for start, stack, p in zip(self.start, stacks, sgd.parameters, strict=True):
                 if not is_close(p.detach() - start[r], stack[r] - start[r]):
                     return "mapped and plain steps differ"
@@ -301,64 +278,51 @@ class _Joint:
     def run(self) -> list[TrainingLog]:
         """All steps from the start; then the models get their parameters."""
         loaders = [run.make_batches() for run in self.runs]
-        stacks, momenta, losses = self.start, self._make_momenta(), list[Tensor]()
+        cycles, momenta, losses = [Cycle(b) for b in loaders], self._make_momenta(), list[Tensor]()
         length, seen = len(loaders[0]), 0
-        passes = [iter(loader) for loader in loaders]
         for t in range(self.steps):
-            if t > 0 and t % length == 0:
-                passes = [iter(loader) for loader in loaders]
-            batches = [next(one) for one in passes]
-            losses.append(self._step(stacks, momenta, batches, t))
+            batches = [cycle.take() for cycle in cycles]
+            losses.append(self._step(self.start, momenta, batches, t))
             seen += len(batches[0][1])
-        with torch.no_grad():
-            for r, run in enumerate(self.runs):
-                parameters = dict(run.model.named_parameters())
-                for name, stack in zip(self.names, stacks, strict=True):
+        logs: list[TrainingLog] = []
+        for r, run in enumerate(self.runs):
+            parameters = dict(run.model.named_parameters())
+            with torch.no_grad():
+                for name, stack in zip(self.names, self.start, strict=True):
                     parameters[name].copy_(stack[r])
-        found = [
-            summarise_losses([loss[r] for loss in losses], length) for r in range(len(self.runs))
-        ]
-        return [
-            TrainingLog(
+            means, diverged = summarise_losses([loss[r] for loss in losses], length)
+            log = TrainingLog(
                 optimizer=run.make_sgd(run.model).describe(),
-                epochs=float(self.how.epochs),
+                epochs=float(run.how["epochs"]),
                 steps=self.steps,
-                learning_rate=float(run.learning_rate),
-                batch_size=self.how.batch_size,
-                schedule=self.how.schedule,
+                learning_rate=float(run.how["learning_rate"]),
+                batch_size=run.how["batch_size"],
+                schedule=run.how["schedule"],
                 gradient_evaluations=seen,
                 losses=means,
                 compiled=True,
                 note=f"together with {len(self.runs) - 1} others",
                 diverged=diverged,
             )
-            for run, (means, diverged) in zip(self.runs, found, strict=True)
-        ]
+            logs.append(log)
+        return logs
 
     def _step(
-        self,
-        stacks: list[Tensor],
-        momenta: list[Tensor],
-        batches: Sequence[tuple[Tensor, Tensor]],
-        t: int,
+        self, stacks: list[Tensor], momenta: list[Tensor], batches: Sequence[Any], t: int
     ) -> Tensor:
         """Step t of all runs; a batch that is not whole is not worth a second compilation."""
         x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-        whole = y.shape[1] == self.how.batch_size
-        factor = schedule_factor(self.how.schedule, t, self.steps)
-        rates = self._make_column([rate * factor for rate in self.rates])
+        whole = y.shape[1] == self.how["batch_size"]
+        factor = schedule_factor(self.how["schedule"], t, self.steps)
+        numbers = [(factor * r.how["learning_rate"], r.how["weight_decay"]) for r in self.runs]
+        rates, decays = torch.tensor(numbers, dtype=torch.float64, device=stacks[0].device).T
+        settings = rates, decays, self.how["momentum"], self.how["loss_fn"]
         step = make_compiled(_take_step, cpp_wrapper=True) if whole else _take_step
         with torch.no_grad():
-            return step(
-                self.model, self.names, stacks, momenta, x, y, rates, self.decays,
-                self.how.momentum, self.how.loss_fn,
-            )  # fmt: skip
+            return step(self.model, self.names, stacks, momenta, x, y, *settings)
 
     def _make_momenta(self) -> list[Tensor]:
-        return [torch.zeros_like(s) for s in self.start] if self.how.momentum != 0 else []
-
-    def _make_column(self, values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.start[0].device)
+        return [torch.zeros_like(s) for s in self.start] if self.how["momentum"] != 0 else []
 
 
 def _take_step(
