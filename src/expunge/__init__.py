@@ -36,6 +36,11 @@ if TYPE_CHECKING:
         UnlearningError,
         VerificationError,
     )
+    from expunge.forgettable.convex import ConvexHead
+    from expunge.forgettable.features import Features
+    from expunge.forgettable.loading import load
+    from expunge.forgettable.statistics import StatisticsHead
+    from expunge.forgettable.tangent import TangentFeatures
     from expunge.jobs.directory import write_run
     from expunge.jobs.many import Outcome, run_many
     from expunge.noisy.checkpoint import Checkpoint
@@ -43,6 +48,8 @@ if TYPE_CHECKING:
     from expunge.noisy.run import unlearn
     from expunge.recipes import (
         Bound,
+        ConvexHeadRecipe,
+        ExactStatistics,
         Execution,
         GradientClipping,
         GroupDPSGD,
@@ -69,9 +76,13 @@ __all__ = [
     "Certificate",
     "CertificateError",
     "Checkpoint",
+    "ConvexHead",
+    "ConvexHeadRecipe",
     "Evaluation",
+    "ExactStatistics",
     "Execution",
     "ExpungeError",
+    "Features",
     "GaussianInitialisation",
     "GradientClipping",
     "GroupDPSGD",
@@ -88,7 +99,9 @@ __all__ = [
     "RunError",
     "RunRecord",
     "SeededNoise",
+    "StatisticsHead",
     "SystemNoise",
+    "TangentFeatures",
     "TrainingLog",
     "UnlearningError",
     "VerificationError",
@@ -101,6 +114,7 @@ __all__ = [
     "fine_tune",
     "fine_tune_many",
     "guarantee",
+    "load",
     "opens",
     "plan",
     "retrain",
@@ -135,6 +149,11 @@ _HOMES = {
         "UnlearningError",
         "VerificationError",
     ),
+    "forgettable.convex": ("ConvexHead",),
+    "forgettable.features": ("Features",),
+    "forgettable.loading": ("load",),
+    "forgettable.statistics": ("StatisticsHead",),
+    "forgettable.tangent": ("TangentFeatures",),
     "jobs.directory": ("write_run",),
     "jobs.many": ("Outcome", "run_many"),
     "noisy.checkpoint": ("Checkpoint",),
@@ -142,6 +161,8 @@ _HOMES = {
     "noisy.run": ("unlearn",),
     "recipes": (
         "Bound",
+        "ConvexHeadRecipe",
+        "ExactStatistics",
         "Execution",
         "GradientClipping",
         "GroupDPSGD",

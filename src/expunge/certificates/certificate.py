@@ -387,6 +387,7 @@ def _describe_checks(plain: dict[str, Any], record: RunRecord) -> None:
             published["samples"] = commitment.samples
     plain["data"]["checked"] = record.checked
     plain["weights"]["public"] = None if record.public is None else asdict(record.public)
+    plain["statistics"] = None if record.statistics is None else asdict(record.statistics)
     if isinstance(record.recipe, GroupDPSGD):  # sizes of Poisson samples tell who was in them
         plain["gradient_evaluations"] = None
 

@@ -158,8 +158,9 @@ def _check_problem(record: RunRecord, recipe: NoisyDescent | RewindToDelete) -> 
 def _check_training(record: RunRecord, group_size: int) -> list[str]:
     """What holds for a run whose guarantee covers its training too."""
     found = list[str]()
-    if record.forget is not None and record.forget.count > group_size:
-        found.append(f"{record.forget.count} examples were forgotten; group_size is {group_size}")
+    gone = 0 if record.forget is None else max(record.forget.count, record.forget.samples or 0)
+    if gone > group_size:
+        found.append(f"{gone} examples were forgotten; group_size is {group_size}")
     if record.execution.releases != 1 or record.parent is not None:
         found.append("one training run covers one request: releases must be 1 and parent none")
     return found

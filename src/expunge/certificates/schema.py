@@ -154,6 +154,15 @@ class DataWire(Wire):
     checked: bool = False
 
 
+class StatisticsWire(Wire):
+    """What a head built to forget was computed from: public features, exact sums of rows."""
+
+    features: dict[str, str | int | None]
+    head: dict[str, str | bool | int | float]
+    samples: Count
+    digest: Digest
+
+
 class BuffersWire(Wire):
     policy: Literal["none", "frozen", "reset"]
     names: tuple[str, ...]
@@ -227,6 +236,7 @@ class CertificateWire(Wire):
     digest: Digest
     signature: SignatureWire | None
     accepted_unchecked: bool = False
+    statistics: StatisticsWire | None = None
 
 
 def find_misplaced(part: Wire, version: int) -> list[str]:

@@ -41,6 +41,8 @@ from expunge.files import read_limited
 from expunge.recipes import (
     STATED,
     ComparedTo,
+    ConvexHeadRecipe,
+    ExactStatistics,
     Execution,
     GroupDPSGD,
     NoisyDescent,
@@ -188,6 +190,8 @@ def _check_derived(certificate: Certificate) -> list[str]:
         found += find_disagreements(recipe, problem or STATED, c.parameters)
     if (problem is not None) != isinstance(recipe, NoisyDescent | RewindToDelete):
         found.append("problem must be given exactly for full-batch descent")
+    if (c.statistics is not None) != isinstance(recipe, ExactStatistics | ConvexHeadRecipe):
+        found.append("statistics must be given exactly for heads built to forget")
     return found
 
 

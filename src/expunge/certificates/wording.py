@@ -14,7 +14,13 @@ from typing import Any
 from expunge.accounting.guarantee import is_exact
 from expunge.accounting.precision import DPSGD_ASSUMPTIONS, describe_assumptions
 from expunge.certificates.record import decode
-from expunge.certificates.schema import CertificateWire, CommitmentWire, PublicWire, ScopeWire
+from expunge.certificates.schema import (
+    CertificateWire,
+    CommitmentWire,
+    PublicWire,
+    ScopeWire,
+    StatisticsWire,
+)
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -52,6 +58,14 @@ _VOID_IF = (
     "the centre or a frozen part depended on the forget data",
     "more noisy runs of the same old model were released than are counted here",
     "the key of the noise, the run record or its trace became known together with the model",
+)
+
+_VOID_IF_HEAD = (
+    "the network, the quantisation, the seed, the classes or the ridge was chosen by looking at "
+    "the forget data",
+    "rows were stored or summed anywhere else and came back from there",
+    "retained rows were derived from forgotten ones",
+    "the key of the noise or the run record became known together with the model",
 )
 
 BLOCKS = "Not for release: "
@@ -143,6 +157,11 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
             f"The {len(certificate.buffers.names)} buffers, which were estimated again on retained "
             "data after the last noise."
         )
+    if certificate.statistics is not None:
+        covered.append(
+            f"The exact sums of the {certificate.statistics.samples} rows that remain, "
+            f"{certificate.statistics.digest}: bit for bit those of a life without the forget set."
+        )
     if certificate.finetune is not None:
         covered.append(_describe_tuning(certificate))
     if certificate.releases > 1:
@@ -162,6 +181,12 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         "What the retained data, the centre or a frozen part say about the forgotten examples.",
         "The size of the forget set and the fact that a request was made.",
     ]
+    if certificate.statistics is not None:
+        not_covered += [
+            "The public network under the head, which is not part of the release: "
+            f"{certificate.statistics.features.get('network') or 'none, inputs are vectors'}.",
+            "What models released before and after a request show side by side.",
+        ]
     if certificate.weights.public is not None:
         not_covered.append(_describe_public(certificate.weights.public))
     elif certificate.weights.frozen is not None:
@@ -177,7 +202,7 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         covered=tuple(covered),
         not_covered=tuple(not_covered),
         assumptions=_list_assumptions(certificate),
-        void_if=_VOID_IF,
+        void_if=_VOID_IF if certificate.statistics is None else _VOID_IF_HEAD,
     )
 
 
@@ -215,8 +240,24 @@ def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
             return DPSGD_ASSUMPTIONS
         case (NoisyDescent() | RewindToDelete()) as recipe if problem is not None:
             return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
+        case _ if certificate.statistics is not None:
+            return _list_head_assumptions(certificate.statistics)
         case _:
             return ()
+
+
+def _list_head_assumptions(statistics: StatisticsWire) -> tuple[str, ...]:
+    """What a head built to forget rests on."""
+    alone = (
+        "computed: every row was evaluated by itself, so its integers show no other row."
+        if statistics.features.get("evaluation") == "by construction"
+        else "tested: rows were evaluated in batches of one shape; moving a row and replacing the "
+        "others changed no bit of public noise."
+    )
+    return (
+        "assumed: the feature map is public: network, bits, lift and seed saw no forgotten data.",
+        alone,
+    )
 
 
 def read_recipe(certificate: CertificateWire) -> Recipe:
@@ -228,6 +269,10 @@ def name_reference(certificate: CertificateWire) -> str:
     """The certifying algorithm in words."""
     if certificate.recipe.method == "retraining":
         return "training again without the forget set"
+    if certificate.statistics is not None and is_exact(read_recipe(certificate)):
+        return "the same head, learned from the rows that remain and nothing else"
+    if certificate.statistics is not None:
+        return "the exact minimiser on the rows that remain, with the same noise"
     if certificate.recipe.method in TRAINING_METHODS:
         return "the same steps with the same noise, all on the retained data"
     if certificate.compared_to == "retrained":
@@ -358,6 +403,8 @@ def _count_steps(certificate: CertificateWire) -> str:
     if isinstance(recipe, RewindToDelete):
         return f"{recipe.train_steps} full-batch steps and one noise"
     steps = sum(run.steps for run in certificate.schedule)
+    if certificate.statistics is not None:
+        return "one noise" if steps else "without noise"
     noun = "noisy step" if steps == 1 else "noisy steps"
     start = ", started at the centre" if certificate.start == "centre" else ""
     clips = isinstance(recipe, GradientClipping) and recipe.model_clip

@@ -120,7 +120,7 @@ class ConvexHead:
             if self._kept is None or self._kept.digest != self.digest():
                 self._keep(self._solve_from_zero({}, self._memory.sums))
             assert self._kept is not None
-            return self._make_run(self._kept, None, ())
+            return self._make_run(self._kept, None, (), 0)
 
     def digest(self) -> str:
         """SHA-256 of the sums of the rows that are held."""
@@ -130,10 +130,9 @@ class ConvexHead:
         """Write the state to a new folder; it is private."""
         self._memory.save(Path(path), {} if self._kept is None else {"kept": self._kept.to_bytes()})
 
-    def check_store(self) -> list[str]:
-        """Add up the stored integers again; what differs from the sums, in words."""
-        again = self._memory.add_all().digest()
-        return [] if again == self.digest() else [f"the stored rows sum to {again}"]
+    def add_up(self) -> Sums:
+        """The sums of the stored integers, added up again."""
+        return self._memory.add_all()
 
     def measure(self, ids: Iterable[object]) -> dict[str, int]:
         """Half-passes over the data that forgetting ``ids`` would take from each start."""
@@ -198,9 +197,10 @@ class ConvexHead:
         self, request: Request, changes: Mapping[int, Rows], sums: Sums, kept: _Kept
     ) -> Run:
         before = None if self._kept is None else hash_head(self._kept.weights)
+        samples = self._memory.sums.rows - sums.rows
         self._memory.forget(request, changes, sums, {"kept": kept.to_bytes()})
         self._kept = kept
-        return self._make_run(kept, before, (*request.held, *request.already))
+        return self._make_run(kept, before, request.names, samples)
 
     def _keep(self, kept: _Kept) -> None:
         self._memory.write_files({"kept": kept.to_bytes()})
@@ -211,13 +211,16 @@ class ConvexHead:
         if data is not None:
             self._kept = _Kept.from_bytes(data)
 
-    def _make_run(self, kept: _Kept, before: str | None, forgotten: tuple[str, ...]) -> Run:
+    def _make_run(
+        self, kept: _Kept, before: str | None, forgotten: tuple[str, ...], samples: int
+    ) -> Run:
         record = write_record(
             kept.weights,
             recipe=kept.recipe,
             statistics=describe_statistics(self._memory, kept.digest, {"loss": self.loss}),
             before=before,
             forgotten=forgotten,
+            samples=samples,
             grid=kept.grid,
             execution=kept.execution,
             noise=kept.noise,

@@ -10,7 +10,7 @@ runs wherever features are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -52,10 +52,22 @@ class Features:
             raise InputError.of("batch_size", batch_size, "a whole number >= 1")
         self.network, self.batch_size, self.progress = network, batch_size, progress
         self._hash = None if network is None else hash_network(network)
+        self._described: dict[str, Any] | None = None
         self._passed: dict[tuple[object, ...], bool] = {}
+
+    @classmethod
+    def from_hash(
+        cls, description: Mapping[str, Any], *, bits: int, lift: int, seed: str
+    ) -> Features:
+        """Features whose network is known by its description only: they cannot be computed."""
+        features = Features(bits=bits, lift=lift, seed=seed)
+        features._described = dict(description)
+        return features
 
     def describe(self) -> dict[str, Any]:
         """The map as data: one description is one function, up to a machine's rounding."""
+        if self._described is not None:
+            return self._described
         return {
             "format": FORMAT,
             "network": self._hash,
@@ -77,6 +89,10 @@ class Features:
         return "tested" if self.network is not None and self._passes(x) else "by construction"
 
     def _evaluate(self, x: Tensor, only_single: bool) -> Reals:
+        if self._described is not None and self._described["network"] is not None:
+            raise InputError(
+                "network is not given; features need it: expunge.load(path, network=...)"
+            )
         if self.network is None:
             return x.reshape(len(x), -1).cpu().to(torch.float64).numpy()
         self._check_network()

@@ -18,6 +18,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from expunge.certificates.identifiers import read_ids
 from expunge.errors import CertificateError, InputError
 from expunge.forgettable.integers import Integers
 from expunge.forgettable.store import (
@@ -27,7 +28,6 @@ from expunge.forgettable.store import (
     Store,
     create_folder,
     hold,
-    read_identifiers,
     write_together,
 )
 from expunge.forgettable.sums import Sums, add_rows, check_room
@@ -109,6 +109,11 @@ class Request:
     held: tuple[str, ...]
     already: tuple[str, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that was asked for."""
+        return (*self.held, *self.already)
+
 
 class Memory:
     """Rows and sums of one head, in memory or, from the first row on, in ``folder``."""
@@ -155,7 +160,7 @@ class Memory:
 
     def check(self, ids: Iterable[object]) -> Request:
         """The request as text; an identifier that was never learned is refused by name."""
-        names = list(dict.fromkeys(read_identifiers(ids)))
+        names = list(dict.fromkeys(read_ids(ids)))
         if not names:
             raise InputError("ids is empty; name at least one identifier to forget")
         missing = set(names if self.store is None else self.store.find_unknown(names))

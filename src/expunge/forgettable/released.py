@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from expunge.certificates.identifiers import commit
+from expunge.certificates.identifiers import commit, read_ids
 from expunge.certificates.record import (
     NO_NOISE,
     RunRecord,
@@ -56,6 +56,7 @@ def write_record(
     statistics: Statistics,
     before: str | None,
     forgotten: Sequence[str],
+    samples: int = 0,
     grid: float = 0.0,
     execution: Execution | None = None,
     noise: Mapping[str, Any] = NO_NOISE,
@@ -83,7 +84,7 @@ def write_record(
         device="cpu",
         dtype="float64",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        forget=commit(forgotten) if forgotten else None,
+        forget=commit(forgotten, samples=samples) if forgotten else None,
         start="model" if noise_norm is not None else "fresh",
         initialisation=None if noise_norm is not None else "zero",
         checked=True,
@@ -99,15 +100,13 @@ def hash_head(weights: Weights) -> str:
 
 def check_inputs(data: Any, ids: Any) -> tuple[Any, Any, list[str]]:
     """(inputs, targets, identifiers) from a pair of arrays or a Dataset of pairs."""
-    from expunge.forgettable.store import read_identifiers
-
     if not isinstance(data, tuple | list):
         pairs = [data[i] for i in range(len(data))]
         inputs = torch.stack([torch.as_tensor(x) for x, _ in pairs])
         data = (inputs, np.array([np.asarray(y).tolist() for _, y in pairs]))
     if len(data) != 2 or len(data[0]) != len(data[1]):
         raise InputError("data must be (inputs, targets) of one length, or a Dataset of such pairs")
-    names = read_identifiers(ids)
+    names = list(read_ids(ids))
     if len(names) != len(data[0]):
         raise InputError.of("ids", len(names), f"one identifier per example: {len(data[0])}")
     return data[0], data[1], names

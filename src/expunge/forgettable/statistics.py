@@ -90,20 +90,21 @@ class StatisticsHead:
         with self._memory.writing():
             request = self._memory.check(ids)
             changes, sums = self._memory.without(request)
-            solved = self._solve(sums)
+            solved = self.solve(sums)
             before = self._memory.read_file("released") or self._released
             self._released = hash_head(solved[0]).encode()
+            samples = self._memory.sums.rows - sums.rows
             self._memory.forget(request, changes, sums, {"released": self._released})
-            return self._make_run(*solved, before, (*request.held, *request.already))
+            return self._make_run(*solved, before, request.names, samples)
 
     def release(self) -> Run:
         """The head of everything that is held now."""
         with self._memory.writing():
-            solved = self._solve(self._memory.sums)
+            solved = self.solve(self._memory.sums)
             before = self._memory.read_file("released") or self._released
             self._released = hash_head(solved[0]).encode()
             self._memory.write_files({"released": self._released})
-            return self._make_run(*solved, before, ())
+            return self._make_run(*solved, before, (), 0)
 
     def digest(self) -> str:
         """SHA-256 of the sums: the same on every machine."""
@@ -113,12 +114,12 @@ class StatisticsHead:
         """Write the state to a new folder; it is private."""
         self._memory.save(Path(path), {})
 
-    def check_store(self) -> list[str]:
-        """Add up the stored integers again; what differs from the sums, in words."""
-        again = self._memory.add_all().digest()
-        return [] if again == self.digest() else [f"the stored rows sum to {again}"]
+    def add_up(self) -> Sums:
+        """The sums of the stored integers, added up again."""
+        return self._memory.add_all()
 
-    def _solve(self, sums: Sums) -> tuple[Weights, float]:
+    def solve(self, sums: Sums) -> tuple[Weights, float]:
+        """W and λ: a fixed function of the sums."""
         if sums.rows == 0:
             raise UnlearningError("no example is left; there is nothing to release")
         return solve_ridge(sums, self.candidates, self._memory.unit)
@@ -129,6 +130,7 @@ class StatisticsHead:
         regularisation: float,
         before: bytes | None,
         forgotten: tuple[str, ...],
+        samples: int,
     ) -> Run:
         memory, head = self._memory, {"loss": "squared", "regularisation": regularisation}
         record = write_record(
@@ -137,6 +139,7 @@ class StatisticsHead:
             statistics=describe_statistics(memory, self.digest(), head),
             before=None if before is None else before.decode(),
             forgotten=forgotten,
+            samples=samples,
         )
         model = HeadModel(self.features, weights, memory.unit, memory.targets.scale)
         return Run(model.eval(), record, frozenset(forgotten))

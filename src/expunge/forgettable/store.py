@@ -23,12 +23,11 @@ import hashlib
 import os
 import secrets
 import sys
-import unicodedata
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,22 +41,6 @@ Rows = npt.NDArray[np.void]
 NAME_BYTES = 16
 BUCKETS = 1024
 _FEW_FILES = 32
-
-
-def read_identifiers(ids: Iterable[object]) -> list[str]:
-    """Identifiers as text in Unicode's NFC form.
-
-    >>> read_identifiers([7, "e\\u0301"]) == ["7", "\\u00e9"]
-    True
-    """
-    if hasattr(ids, "tolist"):
-        ids = cast(Any, ids).tolist()
-    names: list[str] = []
-    for given in ids:
-        if isinstance(given, bool) or not isinstance(given, str | int):
-            raise InputError.of("ids", given, "strings or whole numbers")
-        names.append(unicodedata.normalize("NFC", str(given)))
-    return names
 
 
 @dataclass(frozen=True)
