@@ -60,8 +60,8 @@ class VerificationError(ExpungeError):
     exit_code = 1
 
 
-def describe_error(error: BaseException) -> str:
-    """What somebody's code raised, and where, in one line.
+def describe_error(error: BaseException, own: int = 0) -> str:
+    """What somebody's code raised, and where, in one line; ``own`` outer frames are not theirs.
 
     >>> try:
     ...     {}["shop"]
@@ -69,7 +69,7 @@ def describe_error(error: BaseException) -> str:
     ...     describe_error(error)[:24]
     "KeyError: 'shop' (<docte"
     """
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb(error.__traceback__)[own:]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     reason = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}{f': {reason}' if reason else ''}{where}"

@@ -111,7 +111,7 @@ def main() -> None:
         if attempt < kills:
             wait_a_while(state, rng)
             os.kill(rng.choice(ranks), signal.SIGKILL)
-        codes = wait(ranks, 60)
+        codes = wait(ranks, 600)
         report["codes"].append(codes)
         report["killed"] += -signal.SIGKILL in codes
         if run.exists():

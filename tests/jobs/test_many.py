@@ -285,14 +285,14 @@ def test_on_a_cluster_by_address_ctrl_c_stops_what_runs_and_keeps_what_is_done(
     results = tmp_path / "results"
     call = [sys.executable, "-c", script, json.dumps(items), str(results), cluster]
     process = subprocess.Popen(call, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    end = time.monotonic() + 120
+    end = time.monotonic() + 600
     while process.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
         waits = (tmp_path / "log").exists() and "b waits" in count_calls(tmp_path)
         if waits and len(list_names(results)) == 3:
             break
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=120)
+    _, told = process.communicate(timeout=600)
     assert "KeyboardInterrupt" in told
     assert list_names(tmp_path / "results") == ["a.json", "c.json", "d.json"]
     assert count_calls(tmp_path)["b stops"] == 1

@@ -25,7 +25,7 @@ def start(*arguments: str | Path, **more: str) -> subprocess.Popen[str]:
 
 
 def wait_for(path: Path, process: subprocess.Popen[str], text: str = "") -> None:
-    for _ in range(1200):
+    for _ in range(12000):
         assert process.poll() is None, process.communicate()[1]
         if path.is_file() and text in path.read_text(errors="replace"):
             return
@@ -39,7 +39,7 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     wait_for(tmp_path / WORK / "metrics.jsonl", process, '"step"')
     assert not (tmp_path / WORK / "checkpoint.safetensors").exists()
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=600)
     assert process.returncode == 130
     assert f"go on with: expunge unlearn {path} --resume" in told
     assert not (tmp_path / "run").exists()

@@ -207,7 +207,7 @@ def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | N
     except ExpungeError as error:
         failure = str(error)
     except (Exception, SystemExit) as error:
-        failure = describe_error(error)
+        failure = describe_error(error, own=1)
     try:
         value = json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:

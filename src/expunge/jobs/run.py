@@ -12,6 +12,7 @@ import os
 import shutil
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,7 @@ class _Running:
 
     def finish(self, target: Path, accept_unchecked: bool) -> Finished:
         """All of it; the directory appears at the end or not at all."""
-        with self.tracker:
+        with closing(self.tracker):
             with explaining("the run failed in the model or its data", FULL):
                 run = self._run_all()
             certificate = self._certify(run, accept_unchecked)

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from expunge.certificates.record import Trace
 from expunge.files import to_plain
@@ -30,8 +29,9 @@ class Tracker:
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     heard = []
-    ...     with Tracker(Path(folder) / "metrics.jsonl", callback=heard.append) as tracker:
-    ...         tracker.tell("step", step=1)
+    ...     tracker = Tracker(Path(folder) / "metrics.jsonl", callback=heard.append)
+    ...     tracker.tell("step", step=1)
+    ...     tracker.close()
     ...     print((Path(folder) / "metrics.jsonl").read_text()[:28], len(heard))
     {"event": "step", "seconds": 1
     """
@@ -53,15 +53,8 @@ class Tracker:
             home = importlib.import_module("torch.utils.tensorboard")
             self._board = home.SummaryWriter(str(tensorboard))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """The end: nothing more is told."""
         self._file.close()
         if self._board is not None:
             self._board.close()
