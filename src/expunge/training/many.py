@@ -256,6 +256,7 @@ class _Joint:
         parameters = [dict(run.model.named_parameters()) for run in runs]
         self.names = [name for name, p in parameters[0].items() if p.requires_grad]
         self.start = [torch.stack([p[name].detach() for p in parameters]) for name in self.names]
+        self._compiled = make_compiled(_take_step, cpp_wrapper=True)
 
     def compare(self) -> str:
         """Take the first step both ways; why the results differ, nothing if they do not."""
@@ -312,12 +313,11 @@ class _Joint:
     ) -> Tensor:
         """Step t of all runs; a batch that is not whole is not worth a second compilation."""
         x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-        whole = y.shape[1] == self.how["batch_size"]
         factor = schedule_factor(self.how["schedule"], t, self.steps)
         numbers = [(factor * r.how["learning_rate"], r.how["weight_decay"]) for r in self.runs]
         rates, decays = torch.tensor(numbers, dtype=torch.float64, device=stacks[0].device).T
         settings = rates, decays, self.how["momentum"], self.how["loss_fn"]
-        step = make_compiled(_take_step, cpp_wrapper=True) if whole else _take_step
+        step = self._compiled if y.shape[1] == self.how["batch_size"] else _take_step
         with torch.no_grad():
             return step(self.model, self.names, stacks, momenta, x, y, *settings)
 

@@ -7,7 +7,6 @@ the same bits; what it leaves out is the bookkeeping around it, a quarter of a s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -67,10 +66,6 @@ class Scheduled:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        return cast(list[nn.Parameter], self.optimizer.param_groups[0]["params"])
 
     def clear(self) -> None:
         """Forget the gradients."""

@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
@@ -390,17 +390,8 @@ def check_trained(model: nn.Module, log: TrainingLog, doing: str) -> None:
 
 def describe_training(log: TrainingLog, data: Commitment | None, checked: bool) -> FineTuning:
     """A training on retained data as a record keeps it, with a commitment to its identifiers."""
-    return FineTuning(
-        optimizer=log.optimizer,
-        epochs=log.epochs,
-        steps=log.steps,
-        learning_rate=log.learning_rate,
-        batch_size=log.batch_size,
-        schedule=log.schedule,
-        gradient_evaluations=log.gradient_evaluations,
-        data=data,
-        checked=checked,
-    )
+    kept: dict[str, Any] = {f.name: getattr(log, f.name) for f in fields(TrainingLog)[:7]}
+    return FineTuning(**kept, data=data, checked=checked)
 
 
 def _select(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
