@@ -5,11 +5,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.record import RunRecord
+from expunge.certificates.wording import METHOD_WORDS
 from expunge.errors import ExpungeError, InputError
+from expunge.forgettable.convex import ConvexHead
+from expunge.forgettable.features import Features
+from expunge.forgettable.statistics import StatisticsHead
 from expunge.reports.page import render_report, write_report
 from handmade import make_record, make_run
 from pages import METRICS, Page
@@ -110,3 +115,23 @@ def test_records_read_from_disk_give_the_same_page(tmp_path: Path) -> None:
     record = RunRecord.load(tmp_path / "record.json")
     certificate = Certificate.load(tmp_path / "certificate.json")
     assert written == render_report(record, certificate, METRICS)
+
+
+@pytest.mark.parametrize("kind", [StatisticsHead, ConvexHead])
+def test_models_built_to_forget_have_a_page(tmp_path: Path, kind: Any) -> None:
+    rng = np.random.default_rng(0)
+    y = np.arange(60) % 3
+    ids = [f"user-{i // 2}" for i in range(60)]
+    given = {} if kind is StatisticsHead else {"weight_decay": 1e-3, "tolerance": 1e-6}
+    features = Features(bits=6, lift=2, seed="s")
+    head = kind(features, classes=3, state=tmp_path / "state", key=bytes(32), **given)
+    head.learn((rng.normal(size=(60, 4)) + y[:, None], y), ids)
+    run = head.forget(["user-3", "user-7"])
+    certificate = certify(run.record, delta=1e-5)
+    page = Page(render_report(run.record, certificate))
+    assert page.problems == []
+    words = " ".join(page.text.split())
+    assert "2 identifiers, with 4 examples, were to be forgotten" in words
+    assert METHOD_WORDS[certificate.recipe.method] in words
+    assert certificate.statistics is not None
+    assert certificate.statistics.digest in words

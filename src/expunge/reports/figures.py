@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from expunge.accounting.guarantee import guarantee, log_delta
+from expunge.accounting.guarantee import guarantee, is_exact, log_delta
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import Trace
 from expunge.certificates.schema import BoundWire
@@ -26,7 +26,6 @@ from expunge.recipes import (
     ModelClipping,
     OutputPerturbation,
     Recipe,
-    Retraining,
 )
 from expunge.reports.charts import STYLES, Axis, Chart, Series, check_name, write_charts
 from expunge.reports.metrics import STAGES, Arm, Curve, Stage
@@ -102,7 +101,7 @@ def chart_trade_off(
      'certified: ε = 1.994, δ = 1e-5']
     """
     sides = list_bounds(claim)
-    if isinstance(recipe, Retraining) or claim.delta == 0:
+    if is_exact(recipe) or claim.delta == 0:
         return None
     top = max([2 * bound.epsilon for _, bound in sides] + [0.1])
     series: list[Series] = []

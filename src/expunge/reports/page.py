@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from expunge.accounting.guarantee import log_delta
+from expunge.accounting.guarantee import is_exact, log_delta
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import holds
 from expunge.certificates.wording import (
     METHOD_WORDS,
     TRAINING_METHODS,
+    allows_release,
     derive_scope,
+    find_cautions,
     find_warnings,
     name_reference,
     round_up,
@@ -134,6 +136,8 @@ def render_report(
         reference=name_reference(certificate),
         methods=METHOD_WORDS,
         training=TRAINING_METHODS,
+        exact=is_exact(certificate.method),
+        cautions=find_cautions(certificate),
         strength=_weigh(certificate),
         bounds=list_bounds(certificate),
         steps=sum(run.steps for run in certificate.schedule),
@@ -144,6 +148,7 @@ def render_report(
         trace=None if trace is None else describe_trace(trace, certificate),
         arms=describe_arms(measured),
         problem=describe_items(plain.get("problem") or {}),
+        statistics=describe_items(plain.get("statistics") or {}),
         cost=describe_items(measured.cost),
         versions=describe_items(certificate.versions),
         most_rows=MOST_ROWS,
@@ -227,7 +232,8 @@ def _raise_if_unsound(certificate: Certificate, record: RunRecord | None) -> Non
         if not holds(signature.value, signature.public_key, c.signed_bytes()):
             found.append("its signature does not match it")
     warnings = find_warnings(c)
-    if (c.scope, c.warnings, c.releasable) != (derive_scope(c), warnings, not warnings):
+    derived = derive_scope(c), warnings, allows_release(warnings)
+    if (c.scope, c.warnings, c.releasable) != derived:
         found.append("its scope or warnings do not follow from its other fields")
     for side, bound in list_bounds(c):
         epsilon = bound.epsilon * (1 + 1e-10)

@@ -91,12 +91,12 @@ def format_odds(chance: float) -> str:
 
 
 def describe_items(items: Mapping[str, object]) -> list[Fact]:
-    """A flat mapping as rows, with words for names.
+    """A mapping as rows, with words for names.
 
     >>> describe_items({"retraining_seconds": 41.0})
     [Fact(name='retraining seconds', value='41.0', note='')]
     """
-    return [Fact(name.replace("_", " "), format_exact(value)) for name, value in items.items()]
+    return [Fact(name.replace("_", " "), value) for name, value, _ in _flatten("", items)]
 
 
 def describe_recipe(certificate: Certificate) -> list[Fact]:
