@@ -4,6 +4,7 @@ import copy
 import inspect
 import os
 import random
+import types
 from dataclasses import replace
 
 import pytest
@@ -359,10 +360,16 @@ class Notes(Holder):
     def __init__(self):
         super().__init__()
         self.seen, self.list, self.steps = None, [], {"count": 0}
+        self.meter = types.SimpleNamespace(value=None, inner=types.SimpleNamespace(list=[]))
 
     def forward(self, x):
         sign = float(self.body.weight.detach()[0, 0].sign())
         SEEN.append((self.seen, list(self.list), dict(self.steps), hasattr(self, "new")))
+        assert self.meter.value is None
+        assert not self.meter.inner.list
+        assert not hasattr(self.meter, "new")
+        self.meter.value = self.meter.new = sign
+        self.meter.inner.list.append(sign)
         self.seen = sign if self.seen is None else self.seen
         self.list.append(sign)
         self.steps["count"] += 1

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -47,6 +48,8 @@ Centre = Mapping[str, Tensor]
 Public = Mapping[str, Tensor] | nn.Module | str | Path | Iterable[str]
 BufferMode = Literal["refuse", "reset"]
 SAME_MODEL = 1e-3
+_TABLES = ("_parameters", "_buffers", "_modules")
+_NO_HOLDERS = (type, nn.Module, Tensor, FunctionType, MethodType, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -122,29 +125,24 @@ def copy_model(
     """
     processes = Processes() if processes is None else processes
     sharded = is_sharded(model)
-    if sharded:
-        reshard(model)
-    _check_parameters(model, sharded)
-    list_tensors(model)
-    names, reset = sort_tensors(model, public, buffers)
-    if sharded and device is not None:
-        raise InputError.of("device", str(device), "left out: a sharded model stays where it is")
-    source, compared = _compare(model, names, public, processes)
-    copied = model if sharded else _copy(model)
-    copied.zero_grad(set_to_none=True)
-    if device is not None:
-        copied.to(device)
-    certified = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+    with processes.together():
+        if sharded:
+            reshard(model)
+        _check_parameters(model, sharded)
+        list_tensors(model)
+        names, reset = sort_tensors(model, public, buffers)
+        source, compared = _compare(model, names, public, processes)
+        copied = model if sharded else _copy(model)
+        copied.zero_grad(set_to_none=True)
+        if sharded and device is not None:
+            raise InputError.of("device", str(device), "left out: a sharded model stays in place")
+        if device is not None:
+            copied.to(device)
+        certified = {name: p for name, p in copied.named_parameters() if p.requires_grad}
+        _check_devices(certified)
+        matched = None if centre is None else match_centre(copied, certified, centre)
     for p in () if sharded else certified.values():
         p.data = p.data.contiguous()
-    devices = sorted({str(p.device) for p in certified.values()})
-    if len(devices) > 1:
-        raise UnlearningError(
-            f"the trainable parameters are on {', '.join(devices)}; they must be on one device"
-        )
-    if devices[0].startswith("mps"):
-        raise UnlearningError("the grid needs float64, which mps does not have; pass device='cpu'")
-    matched = None if centre is None else match_centre(copied, certified, centre)
     if matched is not None:
         _check_centre(certified, matched, processes)
     original = list_uncertified(model)
@@ -260,14 +258,11 @@ class HeldState:
 
     def __init__(self, certified: CertifiedModel, others: Iterable[nn.Module] = ()) -> None:
         self._certified = certified
-        tables = ("_buffers", "_modules")
-        if not is_sharded(certified.model):
-            tables = ("_parameters", *tables)
-        roots = [certified.model, *others]
-        self._modules = [
-            (module, *_read_attributes(module), [(t, dict(vars(module)[t])) for t in tables])
-            for module in dict.fromkeys(m for root in roots for m in root.modules())
-        ]
+        sharded = is_sharded(certified.model)
+        modules = [m for root in (certified.model, *others) for m in root.modules()]
+        self._held = [(holder, *_read_attributes(holder)) for holder in _find(modules, not sharded)]
+        tables = ("_buffers", "_modules") if sharded else _TABLES
+        self._tables = [(m, t, dict(vars(m)[t])) for m in dict.fromkeys(modules) for t in tables]
         now, kept = list_uncertified(certified.model), certified.kept
         others_too = [t for root in others for t in (*root.parameters(), *root.buffers())]
         pairs = [(t, kept.get(name)) for name, t in now.items()] + [(t, None) for t in others_too]
@@ -277,17 +272,15 @@ class HeldState:
 
     def put_back(self) -> None:
         """Everything as it was; no gradient is left."""
-        for module, values, others, tables in self._modules:
-            attributes = vars(module)
-            for name in attributes.keys() - values.keys() - others.keys():
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    del attributes[name]
+        for holder, values, others in self._held:
+            attributes = vars(holder)
+            for name in attributes.keys() - values.keys() - others.keys() - set(_TABLES):
+                del attributes[name]
             attributes.update(others)
-            for name, value in values.items():
-                attributes[name] = copy.deepcopy(value)
-            for name, table in tables:
-                attributes[name].clear()
-                attributes[name].update(table)
+            attributes.update(copy.deepcopy(values))
+        for module, name, table in self._tables:
+            vars(module)[name].clear()
+            vars(module)[name].update(table)
         for p in self._certified.model.parameters():
             p.grad = None
         with torch.no_grad():
@@ -485,6 +478,16 @@ def _check_parameters(model: nn.Module, sharded: bool) -> None:
         _check_memory(model)
 
 
+def _check_devices(certified: Mapping[str, Tensor]) -> None:
+    devices = sorted({str(p.device) for p in certified.values()})
+    if len(devices) > 1:
+        raise UnlearningError(
+            f"the trainable parameters are on {', '.join(devices)}; they must be on one device"
+        )
+    if devices[0].startswith("mps"):
+        raise UnlearningError("the grid needs float64, which mps does not have; pass device='cpu'")
+
+
 def _check_memory(model: nn.Module) -> None:
     """No memory under two names of which one is trained: a copy gives each memory of its own.
 
@@ -516,10 +519,22 @@ def _is_frozen(module: nn.Module) -> bool:
     return not module.training and not trainable
 
 
-def _read_attributes(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's own attributes: copies of the plain values, and references to the others."""
-    tables = ("_parameters", "_buffers", "_modules")
-    given = {name: value for name, value in vars(module).items() if name not in tables}
+def _find(modules: Iterable[nn.Module], deep: bool) -> list[object]:
+    """The modules and, if ``deep``, the objects of the user's that they hold as attributes."""
+    found: dict[int, object] = {id(module): module for module in modules}
+    queue = list(found.values())
+    while queue and deep:
+        for value in vars(queue.pop()).values():
+            own = hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)
+            if own and id(value) not in found and not type(value).__module__.startswith("torch."):
+                found[id(value)] = value
+                queue.append(value)
+    return list(found.values())
+
+
+def _read_attributes(holder: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """An object's own attributes: copies of the plain values, and references to the others."""
+    given = {name: value for name, value in vars(holder).items() if name not in _TABLES}
     plain = {name: copy.deepcopy(value) for name, value in given.items() if _is_plain(value)}
     return plain, {name: value for name, value in given.items() if name not in plain}
 

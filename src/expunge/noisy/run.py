@@ -104,10 +104,10 @@ def unlearn(
         )
     processes = find_processes(distributed)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
+        certified = copy_model(
+            model, centre, public=public, buffers=buffers, device=device, processes=processes
+        )
         with processes.together():
-            certified = copy_model(
-                model, centre, public=public, buffers=buffers, device=device, processes=processes
-            )
             if start == "model":
                 check_finite(certified.certified)
         team = Team(processes, certified)
