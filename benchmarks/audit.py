@@ -29,15 +29,15 @@ def run() -> list[dict[str, Any]]:
 def compare_recipe(name: str, recipe: GradientClipping | ModelClipping) -> dict[str, Any]:
     adversary = list_adversaries(recipe, "retrained")[0]
     starts, centre = adversary.start(ROWS), torch.zeros(3, dtype=torch.float64)
-    data = Instructions(recipe.steps)
+    data = Instructions(recipe.steps, centre)
 
     def stack() -> None:
-        model = Trials(starts, centre)
+        model = Trials(starts)
         unlearn_stack(model, data, recipe, loss_fn=adversary.loss, noise=SeededNoise(0))
 
     def plain() -> None:
         for row in range(PLAIN):
-            model = Trials(starts[row : row + 1], centre)
+            model = Trials(starts[row : row + 1])
             unlearn(model, data, recipe, loss_fn=adversary.loss, noise=SeededNoise(row))
 
     times = measure({"stack": stack, "plain": plain}, repeats=5)
