@@ -381,7 +381,7 @@ def check_trained(model: nn.Module, log: TrainingLog, doing: str) -> None:
         own = to_local(tensor)
         if own.is_floating_point() and not bool(torch.isfinite(own).all()):
             step = log.steps - 1 if log.diverged is None else log.diverged
-            length = max(math.ceil(log.steps / max(log.epochs, 1e-9)), 1)
+            length = max(int(log.steps / max(log.epochs, 1e-9) + 1e-9), 1)
             raise UnlearningError(
                 f"{name} is not finite after {doing}: training diverged at batch "
                 f"{step % length + 1} of epoch {step // length + 1}; lower the learning rate"
