@@ -3,11 +3,13 @@
 import json
 import math
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -352,3 +354,70 @@ def test_the_pool_says_what_it_may_be() -> None:
     assert Pool().retries == 2
     with pytest.raises(InputError, match="workers is 0"):
         Pool(workers=0)
+
+
+class FakeRay:
+    """As much of Ray as is used here, in this process; ``dead`` are items whose worker dies."""
+
+    class exceptions:  # noqa: N801
+        class RayError(Exception): ...
+
+        class RayTaskError(RayError): ...
+
+        class WorkerCrashedError(RayError): ...
+
+        class NodeDiedError(RayError): ...
+
+        class OutOfMemoryError(RayError): ...
+
+    def __init__(self, dead: str) -> None:
+        self.dead, self.options_given, self.asked = dead, [], []
+        self.cloudpickle = pickle
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def remote(self, **options):
+        self.options_given.append(options)
+        return lambda function: types.SimpleNamespace(
+            options=lambda name, **_: types.SimpleNamespace(
+                remote=lambda places, packed: (name, function, tuple(places), packed)
+            )
+        )
+
+    def wait(self, running, **_):
+        return running[:1], running[1:]
+
+    def get(self, reference):
+        name, function, places, packed = reference
+        if name in self.dead:
+            raise self.exceptions.WorkerCrashedError
+        return function(places, packed)
+
+    def cancel(self, reference, **_) -> None:
+        self.asked.append(reference[0])
+
+
+def test_ray_itself_tries_again_and_what_it_gives_up_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeRay(dead="b")
+    monkeypatch.setattr(rays, "import_ray", lambda: fake)
+    items = {"a": -1, "b": -2, "c": "no number"}
+    found = run_many(abs, items, tmp_path, ray=True, workers=2, retries=4)
+    assert fake.options_given == [{"max_retries": 4}]
+    assert found["a"].value == 1
+    assert found["b"].error.startswith("its worker died 5 times")
+    assert found["c"].error == "TypeError: bad operand type for abs(): 'str'"
+    assert list_names(tmp_path) == ["a.json"]
+
+
+def test_what_runs_on_ray_is_asked_to_stop_when_nobody_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeRay(dead="")
+    monkeypatch.setattr(rays, "import_ray", lambda: fake)
+    run = rays.perform(abs, [Item(name, -1) for name in "abc"], Pool(workers=2))
+    assert next(run)[0].value == 1
+    run.close()
+    assert fake.asked[:1] == ["b"]
