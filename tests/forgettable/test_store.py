@@ -52,8 +52,8 @@ def test_bytes_are_those_of_a_life_that_never_learned(tmp_path: Path) -> None:
     for part in (rows[:30], rows[50:], rows[25:60]):
         add(forgot, part)
     gone = [f"id-{i}" for i in range(7)]
-    forgot.apply(forgot.plan_removal(gone[:3]))
-    forgot.apply(forgot.plan_removal(gone[3:]))
+    forgot.apply(forgot.take(gone[:3]).changes)
+    forgot.apply(forgot.take(gone[3:]).changes)
     kept = [i for i, name in enumerate(ids) if name not in gone]
     add(never, rows[kept[::-1]])
     assert read_bytes(tmp_path / "a") == read_bytes(tmp_path / "b")
@@ -67,7 +67,7 @@ def test_bytes_are_those_of_a_life_that_never_learned(tmp_path: Path) -> None:
 def test_a_store_that_forgot_everything_is_empty(tmp_path: Path) -> None:
     store = make_store(tmp_path / "a")
     add(store, make_rows(store, ["x", "y"]))
-    store.apply(store.plan_removal(["x", "y", "z"]))
+    store.apply(store.take(["x", "y", "z"]).changes)
     assert read_bytes(tmp_path / "a") == {}
 
 
@@ -77,7 +77,7 @@ def test_a_row_is_held_once() -> None:
     rows[3] = rows[0]
     assert add(store, rows) == 3
     assert add(store, rows) == 0
-    assert len(store.find(["a"])) == 2
+    assert len(store.take(["a"]).rows) == 2
 
 
 def test_order_is_by_name_then_content() -> None:
@@ -94,7 +94,7 @@ def test_a_request_rewrites_its_own_buckets_only(tmp_path: Path) -> None:
     ids = [f"id-{i}" for i in range(500)]
     add(store, make_rows(store, ids))
     before = {p.name: p.stat().st_ino for p in (tmp_path / "a/rows").iterdir()}
-    store.apply(store.plan_removal(ids[:2]))
+    store.apply(store.take(ids[:2]).changes)
     after = {p.name: p.stat().st_ino for p in (tmp_path / "a/rows").iterdir()}
     assert 1 <= sum(before[name] != after.get(name) for name in before) <= 2
 
@@ -188,7 +188,7 @@ def test_a_reader_keeps_what_it_mapped(tmp_path: Path) -> None:
     add(store, rows)
     mapped = store.read(0)
     copy = mapped.tobytes()
-    store.apply(store.plan_removal(["id-1"]))
+    store.apply(store.take(["id-1"]).changes)
     assert mapped.tobytes() == copy
     assert len(store.read(0)) == 49
 

@@ -105,13 +105,12 @@ class ConvexHead:
             raise InputError("give both epsilon and delta, or neither to solve again from zero")
         with self._memory.writing():
             self._read_kept()
-            request = self._memory.check(ids)
-            changes, sums = self._memory.without(request)
+            request = self._memory.plan(ids)
             if epsilon is None or delta is None:
-                kept = self._solve_from_zero(changes, sums)
+                kept = self._solve_from_zero(request.changes, request.sums)
             else:
-                kept = self._perturb(changes, sums, epsilon, delta, noise or SystemNoise())
-            return self._finish(request, changes, sums, kept)
+                kept = self._perturb(request, epsilon, delta, noise or SystemNoise())
+            return self._finish(request, kept)
 
     def release(self) -> Run:
         """What was released last, if nothing was learned since; else a solve from zero."""
@@ -136,13 +135,13 @@ class ConvexHead:
 
     def measure(self, ids: Iterable[object]) -> dict[str, int]:
         """Half-passes over the data that forgetting ``ids`` would take from each start."""
-        request = self._memory.check(ids)
-        changes, sums = self._memory.without(request)
+        request = self._memory.plan(ids)
+        left = request.changes, request.sums
         self._read_kept()
-        found = {"zero": self._solve(changes, sums, None).half_passes}
+        found = {"zero": self._solve(*left, None).half_passes}
         if self._kept is not None:
             name = "released" if self._kept.recipe.noise_std > 0 else "un-noised"
-            found[name] = self._solve(changes, sums, self._kept.weights).half_passes
+            found[name] = self._solve(*left, self._kept.weights).half_passes
         return found
 
     def _solve(self, changes: Mapping[int, Rows], sums: Sums, start: Weights | None) -> Solution:
@@ -165,12 +164,11 @@ class ConvexHead:
             )
         return _Kept(found.weights, self.recipe, sums.digest())
 
-    def _perturb(
-        self, changes: Mapping[int, Rows], sums: Sums, epsilon: float, delta: float, noise: Noise
-    ) -> _Kept:
+    def _perturb(self, request: Request, epsilon: float, delta: float, noise: Noise) -> _Kept:
         """W + N(0, σ²I) on the grid, with ‖∇F(W)‖ ≤ τ from wherever it was reached."""
         if type(noise) is not SystemNoise and getattr(noise, "source", None) != "seeded":
             raise InputError.of("noise", noise, "SystemNoise() or SeededNoise(seed)")
+        changes, sums = request.changes, request.sums
         recipe = calibrate(
             lambda s: replace(self.recipe, noise_std=s),
             epsilon=epsilon, delta=delta, parameters=sums.cross.size,
@@ -193,12 +191,9 @@ class ConvexHead:
             released, recipe, sums.digest(), precision.grid, execution, noise.describe(), norm
         )
 
-    def _finish(
-        self, request: Request, changes: Mapping[int, Rows], sums: Sums, kept: _Kept
-    ) -> Run:
+    def _finish(self, request: Request, kept: _Kept) -> Run:
         before = None if self._kept is None else hash_head(self._kept.weights)
-        samples = self._memory.sums.rows - sums.rows
-        self._memory.forget(request, changes, sums, {"kept": kept.to_bytes()})
+        samples = self._memory.forget(request, {"kept": kept.to_bytes()})
         self._kept = kept
         return self._make_run(kept, before, request.names, samples)
 

@@ -22,6 +22,7 @@ from expunge.certificates.identifiers import read_ids
 from expunge.errors import CertificateError, InputError
 from expunge.forgettable.integers import Integers
 from expunge.forgettable.store import (
+    BUCKETS,
     NAME_BYTES,
     Layout,
     Rows,
@@ -104,15 +105,12 @@ class Targets:
 
 @dataclass(frozen=True)
 class Request:
-    """Identifiers to forget: those that have rows, and those that were forgotten before."""
+    """Identifiers to forget, those of them that were forgotten before, and what remains."""
 
-    held: tuple[str, ...]
-    already: tuple[str, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All that was asked for."""
-        return (*self.held, *self.already)
+    names: tuple[str, ...]
+    already: frozenset[str]
+    changes: Mapping[int, Rows]
+    sums: Sums
 
 
 class Memory:
@@ -158,36 +156,30 @@ class Memory:
             self._commit(changes, self.sums + self.add(fresh), {})
             return len(fresh)
 
-    def check(self, ids: Iterable[object]) -> Request:
-        """The request as text; an identifier that was never learned is refused by name."""
-        names = list(dict.fromkeys(read_ids(ids)))
+    def plan(self, ids: Iterable[object]) -> Request:
+        """What forgetting leaves; an identifier that was never learned is refused by name."""
+        names = tuple(dict.fromkeys(read_ids(ids)))
         if not names:
             raise InputError("ids is empty; name at least one identifier to forget")
-        missing = set(names if self.store is None else self.store.find_unknown(names))
-        unknown = [n for n in names if n in missing and self._mark(n) not in self._forgotten]
-        if unknown:
+        taken = None if self.store is None else self.store.take(names)
+        missing = names if taken is None else taken.missing
+        unknown = [name for name in missing if self._mark(name) not in self._forgotten]
+        if unknown or taken is None:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
-        already = tuple(n for n in names if n in missing)
-        if already:
-            warnings.warn(f"already forgotten: {len(already)} of {len(names)}", stacklevel=3)
-        return Request(tuple(n for n in names if n not in missing), already)
+        if missing:
+            warnings.warn(f"already forgotten: {len(missing)} of {len(names)}", stacklevel=3)
+        sums = self.sums - self.add(taken.rows) if len(taken.rows) else self.sums
+        return Request(names, frozenset(missing), taken.changes, sums)
 
-    def without(self, request: Request) -> tuple[dict[int, Rows], Sums]:
-        """The buckets and sums as they will be."""
-        if self.store is None or not request.held:
-            return {}, self.sums
-        removed = self.store.find(request.held)
-        return self.store.plan_removal(request.held), self.sums - self.add(removed)
-
-    def forget(
-        self, request: Request, changes: Mapping[int, Rows], sums: Sums, files: Mapping[str, bytes]
-    ) -> None:
-        """Commit what ``without`` planned, together with files of the head."""
-        forgotten = self._forgotten | {self._mark(name) for name in request.held}
-        marks = b"".join(sorted(forgotten))
-        self._commit(changes, sums, dict(files) | ({"forgotten": marks} if marks else {}))
+    def forget(self, request: Request, files: Mapping[str, bytes]) -> int:
+        """Commit what was planned, together with files of the head; returns how many rows went."""
+        new = {self._mark(name) for name in request.names if name not in request.already}
+        forgotten, before = self._forgotten | new, self.sums.rows
+        marks = {"forgotten": b"".join(sorted(forgotten))} if forgotten else {}
+        self._commit(request.changes, request.sums, dict(files) | marks)
         self._forgotten = forgotten
+        return before - request.sums.rows
 
     def add(self, rows: Rows, block: int = 0) -> Sums:
         """S of stored rows."""
@@ -231,7 +223,7 @@ class Memory:
             self._prepare(folder, self.store.layout.inputs)
             marks = b"".join(sorted(self._forgotten))
             extra = dict(files) | ({"forgotten": marks} if marks else {})
-            copy = Store(self.store.layout, self.key, folder)
+            copy = Store(self.store.layout, self.key, folder, self.store.buckets)
             copy.apply(buckets, extra | {"sums": self.sums.to_bytes()})
 
     @contextmanager
@@ -298,6 +290,7 @@ class Memory:
             "evaluation": self.evaluation,
             "targets": asdict(self.targets),
             "inputs": inputs,
+            "buckets": BUCKETS,
         }
         empty = Sums.empty(self.integers.width(inputs), self.targets.width)
         files = {
@@ -320,7 +313,7 @@ class Memory:
                     raise InputError.of(f"{name}.{field}", found, f"{value!r}, as in {folder}")
         self.key, self.evaluation = (folder / "key").read_bytes(), meta["evaluation"]
         layout = Layout(meta["inputs"], self.integers.dtype.str, self.targets.columns)
-        self.store = Store(layout, self.key, folder)
+        self.store = Store(layout, self.key, folder, meta["buckets"])
         self._seen = _stamp(folder / "sums")
         self.sums = Sums.from_bytes((folder / "sums").read_bytes())
         marks = self.read_file("forgotten") or b""

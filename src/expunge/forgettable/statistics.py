@@ -88,13 +88,11 @@ class StatisticsHead:
     def forget(self, ids: Iterable[object]) -> Run:
         """Remove every row of these identifiers and release the head of those that remain."""
         with self._memory.writing():
-            request = self._memory.check(ids)
-            changes, sums = self._memory.without(request)
-            solved = self.solve(sums)
+            request = self._memory.plan(ids)
+            solved = self.solve(request.sums)
             before = self._memory.read_file("released") or self._released
             self._released = hash_head(solved[0]).encode()
-            samples = self._memory.sums.rows - sums.rows
-            self._memory.forget(request, changes, sums, {"released": self._released})
+            samples = self._memory.forget(request, {"released": self._released})
             return self._make_run(*solved, before, request.names, samples)
 
     def release(self) -> Run:

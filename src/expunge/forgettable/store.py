@@ -20,6 +20,7 @@ and the key that finds a person's rows.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import secrets
 import sys
@@ -39,7 +40,7 @@ if sys.platform != "win32":
 
 Rows = npt.NDArray[np.void]
 NAME_BYTES = 16
-BUCKETS = 1024
+BUCKETS = 256
 _FEW_FILES = 32
 
 
@@ -61,6 +62,15 @@ class Layout:
         return np.dtype(fields)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Rows that were found, the buckets without them, and the identifiers that have none."""
+
+    rows: Rows
+    changes: Mapping[int, Rows]
+    missing: Sequence[str]
+
+
 @dataclass
 class Store:
     """The set of rows, in memory or in ``folder``.
@@ -68,9 +78,10 @@ class Store:
     >>> store = Store(Layout(inputs=2, dtype="i1", targets=1), key=bytes(32))
     >>> row = store.make_rows(["ann"], np.array([[3, -4]], np.int8), np.array([[1]]))
     >>> store.apply(store.plan_addition(row)[0])
-    >>> len(store), store.find(["ann", "bob"])["features"].tolist()
-    (1, [[3, -4]])
-    >>> store.apply(store.plan_removal(["ann"])); len(store)
+    >>> taken = store.take(["ann", "bob"])
+    >>> len(store), taken.rows["features"].tolist(), taken.missing
+    (1, [[3, -4]], ['bob'])
+    >>> store.apply(taken.changes); len(store)
     0
     """
 
@@ -106,9 +117,11 @@ class Store:
         if self.folder is None:
             return self._memory.get(bucket, np.empty(0, self.layout.row))
         try:
-            return np.memmap(self._path(bucket), self.layout.row, mode="r")
+            with open(f"{self.folder}/rows/{bucket:04x}", "rb") as file:  # noqa: PTH123
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             return np.empty(0, self.layout.row)
+        return np.frombuffer(mapped, self.layout.row)
 
     def list_buckets(self) -> list[int]:
         """The buckets that hold rows."""
@@ -121,20 +134,29 @@ class Store:
         for bucket in sorted({*self.list_buckets(), *replaced}):
             yield replaced[bucket] if bucket in replaced else self.read(bucket)
 
-    def find(self, ids: Iterable[str]) -> Rows:
-        """All rows of these identifiers, in the store's order."""
-        parts = [rows[mask] for _, rows, mask in self._match(ids)]
-        return np.concatenate(parts) if parts else np.empty(0, self.layout.row)
-
-    def find_unknown(self, ids: Iterable[str]) -> list[str]:
-        """Those of the identifiers that have no row."""
-        held = set(self.find(ids)["name"].tolist())
-        return [identifier for identifier in ids if self.name(identifier) not in held]
+    def take(self, ids: Iterable[str]) -> Taken:
+        """All rows of these identifiers, and the store as it will be without them."""
+        names = {self.name(identifier): identifier for identifier in ids}
+        wanted = np.frombuffer(b"".join(sorted(names)), ">u8").reshape(-1, 2).astype(np.uint64)
+        changes: dict[int, Rows] = {}
+        found = [np.empty(0, self.layout.row)]
+        for bucket, (start, stop) in _list_runs(_bucket_of(wanted[:, 0], self.buckets)):
+            rows = self.read(bucket)
+            mask = np.isin(_read_words(rows)[:, 0], wanted[start:stop, 0])
+            for place in np.flatnonzero(mask):
+                mask[place] = rows["name"][place].tobytes() in names
+            if mask.any():
+                found.append(rows[mask])
+                changes[bucket] = rows[~mask]
+        taken = np.concatenate(found)
+        held = {name.tobytes() for name in taken["name"]}
+        missing = [identifier for name, identifier in names.items() if name not in held]
+        return Taken(taken, changes, missing)
 
     def plan_addition(self, rows: Rows) -> tuple[dict[int, Rows], Rows]:
         """The buckets as they will be, and the rows that are new: a row is held once."""
         rows = arrange(rows)
-        place = self._locate(rows)
+        place = _bucket_of(_read_words(rows)[:, 0], self.buckets)
         changes: dict[int, Rows] = {}
         fresh: list[Rows] = []
         for bucket, (start, stop) in _list_runs(place):
@@ -147,10 +169,6 @@ class Store:
                 fresh.append(added)
         return changes, np.concatenate(fresh) if fresh else np.empty(0, self.layout.row)
 
-    def plan_removal(self, ids: Iterable[str]) -> dict[int, Rows]:
-        """The buckets as they will be without these identifiers."""
-        return {b: np.asarray(rows[~mask]) for b, rows, mask in self._match(ids) if mask.any()}
-
     def apply(self, changes: Mapping[int, Rows], files: Mapping[str, bytes] = {}) -> None:
         """Replace whole buckets and ``files`` beside them, all or nothing."""
         if self.folder is None:
@@ -162,24 +180,10 @@ class Store:
         named = {f"rows/{bucket:04x}": rows.tobytes() for bucket, rows in changes.items()}
         write_together(self.folder, named | dict(files))
 
-    def _match(self, ids: Iterable[str]) -> Iterator[tuple[int, Rows, npt.NDArray[np.bool_]]]:
-        names = sorted({self.name(identifier) for identifier in ids})
-        wanted = np.frombuffer(b"".join(names), f"V{NAME_BYTES}")
-        for bucket, (start, stop) in _list_runs(_bucket_of(wanted, self.buckets)):
-            rows = self.read(bucket)
-            yield bucket, rows, np.isin(rows["name"], wanted[start:stop])
-
-    def _locate(self, rows: Rows) -> npt.NDArray[np.int64]:
-        return _bucket_of(np.ascontiguousarray(rows["name"]), self.buckets)
-
-    def _path(self, bucket: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"rows/{bucket:04x}"
-
 
 def arrange(rows: Rows) -> Rows:
     """A set of rows in its one order: ascending by name, then by content, each once."""
-    words = np.ascontiguousarray(rows["name"]).view(">u8").reshape(-1, 2)
+    words = _read_words(rows)
     rows = rows[np.lexsort((words[:, 1], words[:, 0]))]
     same = rows["name"][1:] == rows["name"][:-1]
     if not same.any():
@@ -192,9 +196,14 @@ def arrange(rows: Rows) -> Rows:
     return np.concatenate(parts)
 
 
-def _bucket_of(names: npt.NDArray[np.void], buckets: int) -> npt.NDArray[np.int64]:
-    high = np.frombuffer(names.tobytes(), ">u4").reshape(-1, NAME_BYTES // 4)[:, 0]
-    return (high.astype(np.uint64) * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
+def _read_words(rows: Rows) -> npt.NDArray[np.uint64]:
+    """The names as pairs of 64-bit words, in the order of their bytes."""
+    return np.frombuffer(rows["name"].tobytes(), ">u8").reshape(-1, 2).astype(np.uint64)
+
+
+def _bucket_of(first: npt.NDArray[np.uint64], buckets: int) -> npt.NDArray[np.int64]:
+    high = first >> np.uint64(32)
+    return (high * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
 
 
 def _list_runs(values: npt.NDArray[np.int64]) -> Iterator[tuple[int, tuple[int, int]]]:
@@ -222,7 +231,7 @@ def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
     names = list(files)
     try:
         for number, name in enumerate(names):
-            with (journal / f"{number}.new").open("xb") as file:
+            with open(f"{journal}/{number}.new", "xb") as file:  # noqa: PTH123
                 file.write(files[name])
                 file.flush()
                 if len(names) <= _FEW_FILES:
