@@ -144,12 +144,14 @@ class TestGradientClipping:
         assert mu(clip_gradients(grad_clip=math.inf, start_noise_std=6.0)) == close(0.5)
         assert mu(clip_gradients(grad_clip=math.inf, model_clip=0.2)) == close(0.8)
 
-    def test_the_last_float_below_one_of_decay(self) -> None:
-        """ρ = 1 - γλ is rounded up: 0.1 · λ just below 1 leaves 1e-16, not 0 or half of it."""
-        rate, decay = 0.1, 9.999999999999998
+    def test_decay_next_to_one(self) -> None:
+        """ρ = 1 - γλ is rounded up; so near to 1 that floats cannot say what is left: refused."""
+        rate, decay = 0.1, 10 * (1 - 1.5e-6)
         exact = (1 - mpmath.mpf(rate) * mpmath.mpf(decay)) * 3 / mpmath.mpf(0.5)
         ours = mu(clip_gradients(learning_rate=rate, weight_decay=decay, grad_clip=0.0, steps=1))
-        assert exact <= ours <= 3 * exact
+        assert exact <= ours <= exact * (1 + 1e-9)
+        with pytest.raises(InputError, match="by at least 1e-06"):
+            clip_gradients(learning_rate=rate, weight_decay=9.999999999999998)
 
     @pytest.mark.parametrize("steps", [10**6, 10**12, 2**53])
     def test_any_number_of_steps(self, steps: int) -> None:

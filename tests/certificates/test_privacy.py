@@ -53,7 +53,8 @@ REASONS = {
     "created": "the time of the last step, to the second; no duration",
     "parent": "a published certificate", "record": SALTED, "digest": DERIVED,
     "signature.algorithm": PUBLIC, "signature.public_key": PUBLIC, "signature.value": DERIVED,
-    "accepted_unchecked": OPERATOR,
+    "accepted_unchecked": OPERATOR, "statistics.features": PUBLIC, "statistics.head": OPERATOR,
+    "statistics.samples": NOISY, "statistics.digest": NOISY,
 }  # fmt: skip
 
 

@@ -207,20 +207,20 @@ def certify(
     >>> round(certificate.epsilon, 4), certificate.compared_to, certificate.releasable
     (1.0, 'retrained', False)
     """
-    if parent is None and record.parent is not None:
-        raise UnlearningError(
-            f"this run cannot be certified: it names the parent {record.parent}, which must be "
-            "given to check the chain"
-        )
+    named = record.parent or (None if parent is None else parent.sha256)
     certificate = derive(
         record,
         delta=delta,
         compared_to=compared_to,
-        parent=None if parent is None else record.parent or parent.sha256,
+        parent=named,
         releases=releases,
         accept_unchecked=accept_unchecked,
     )
-    problems = [] if parent is None else check_link(certificate, parent)
+    problems = list[str]()
+    if parent is not None:
+        problems = check_link(certificate, parent)
+    elif named is not None:
+        problems = [f"it names the parent {named}, which must be given to check the chain"]
     if problems:
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
     if isinstance(record.recipe, GroupDPSGD):
@@ -242,7 +242,7 @@ def derive(
     check_delta(delta)
     told = Execution(releases=releases)
     execution = replace(record.execution, releases=max(told.releases, record.execution.releases))
-    problems = find_contradictions(replace(record, execution=execution))
+    problems = find_contradictions(replace(record, execution=execution, parent=parent))
     if problems:
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
     found, ideal = (
