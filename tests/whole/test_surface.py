@@ -90,3 +90,15 @@ def test_the_account_needs_no_heavy_part_of_scipy() -> None:
     loaded = set(done.stdout.split())
     assert "scipy.special" in loaded
     assert loaded.isdisjoint({"scipy.stats", "scipy.optimize", "scipy.signal"})
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "audit ."])
+def test_a_command_that_lacks_torch_says_what_to_install(command: str) -> None:
+    code = (
+        "import sys\nsys.modules['torch'] = None\n"
+        f"sys.argv[1:] = {command.split()!r}\n"
+        "from expunge.cli.main import main\nmain()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "expunge: this command needs torch; pip install 'expunge[torch]'\n"

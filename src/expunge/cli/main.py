@@ -204,5 +204,10 @@ def main() -> None:
         if not error.told_by_another:
             typer.echo(f"expunge: {error}", err=True)
         sys.exit(error.exit_code)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        typer.echo("expunge: this command needs torch; pip install 'expunge[torch]'", err=True)
+        sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
