@@ -117,7 +117,7 @@ def make_dropping() -> nn.Module:
         {"batch_size": 26},
         {"optimizer": lambda p: torch.optim.Adam(p, lr=0.01)},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options) or "plain",
 )
 @pytest.mark.usefixtures("captured")
 def test_compiled_training_is_the_plain_training(options: dict[str, Any]) -> None:
