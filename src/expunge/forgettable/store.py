@@ -39,6 +39,7 @@ if sys.platform != "win32":
     import fcntl
 
 Rows = npt.NDArray[np.void]
+Words = npt.NDArray[np.uint64]
 NAME_BYTES = 16
 BUCKETS = 256
 _FEW_FILES = 32
@@ -136,27 +137,25 @@ class Store:
 
     def take(self, ids: Iterable[str]) -> Taken:
         """All rows of these identifiers, and the store as it will be without them."""
-        names = {self.name(identifier): identifier for identifier in ids}
-        wanted = np.frombuffer(b"".join(sorted(names)), ">u8").reshape(-1, 2).astype(np.uint64)
+        names = sorted((self.name(identifier), identifier) for identifier in ids)
+        wanted = _read_words(b"".join(name for name, _ in names))
         changes: dict[int, Rows] = {}
         found = [np.empty(0, self.layout.row)]
         for bucket, (start, stop) in _list_runs(_bucket_of(wanted[:, 0], self.buckets)):
             rows = self.read(bucket)
-            mask = np.isin(_read_words(rows)[:, 0], wanted[start:stop, 0])
-            for place in np.flatnonzero(mask):
-                mask[place] = rows["name"][place].tobytes() in names
+            mask = _is_in(_read_words(rows["name"].tobytes()), wanted[start:stop])
             if mask.any():
                 found.append(rows[mask])
                 changes[bucket] = rows[~mask]
         taken = np.concatenate(found)
-        held = {name.tobytes() for name in taken["name"]}
-        missing = [identifier for name, identifier in names.items() if name not in held]
+        held = _is_in(wanted, _read_words(taken["name"].tobytes()))
+        missing = [names[place][1] for place in np.flatnonzero(~held)]
         return Taken(taken, changes, missing)
 
     def plan_addition(self, rows: Rows) -> tuple[dict[int, Rows], Rows]:
         """The buckets as they will be, and the rows that are new: a row is held once."""
         rows = arrange(rows)
-        place = _bucket_of(_read_words(rows)[:, 0], self.buckets)
+        place = _bucket_of(_read_words(rows["name"].tobytes())[:, 0], self.buckets)
         changes: dict[int, Rows] = {}
         fresh: list[Rows] = []
         for bucket, (start, stop) in _list_runs(place):
@@ -183,7 +182,7 @@ class Store:
 
 def arrange(rows: Rows) -> Rows:
     """A set of rows in its one order: ascending by name, then by content, each once."""
-    words = _read_words(rows)
+    words = _read_words(rows["name"].tobytes())
     rows = rows[np.lexsort((words[:, 1], words[:, 0]))]
     same = rows["name"][1:] == rows["name"][:-1]
     if not same.any():
@@ -196,12 +195,17 @@ def arrange(rows: Rows) -> Rows:
     return np.concatenate(parts)
 
 
-def _read_words(rows: Rows) -> npt.NDArray[np.uint64]:
-    """The names as pairs of 64-bit words, in the order of their bytes."""
-    return np.frombuffer(rows["name"].tobytes(), ">u8").reshape(-1, 2).astype(np.uint64)
+def _read_words(names: bytes) -> Words:
+    """Names as pairs of 64-bit words, in the order of their bytes."""
+    return np.frombuffer(names, ">u8").reshape(-1, 2).astype(np.uint64)
 
 
-def _bucket_of(first: npt.NDArray[np.uint64], buckets: int) -> npt.NDArray[np.int64]:
+def _is_in(names: Words, known: Words) -> npt.NDArray[np.bool_]:
+    """Which names are known: both words are; names are 128 bits of a keyed hash."""
+    return np.isin(names[:, 0], known[:, 0]) & np.isin(names[:, 1], known[:, 1])
+
+
+def _bucket_of(first: Words, buckets: int) -> npt.NDArray[np.int64]:
     high = first >> np.uint64(32)
     return (high * np.uint64(buckets) >> np.uint64(32)).astype(np.int64)
 
