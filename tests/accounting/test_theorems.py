@@ -219,7 +219,10 @@ class TestConstant:
 
 
 class TestRounding:
-    @pytest.mark.parametrize("decay", [0.0, 1e-7, 1e-4, 0.02, 0.7])
+    @pytest.mark.parametrize(
+        "decay",
+        [1e-4, *(pytest.param(decay, marks=pytest.mark.slow) for decay in (0.0, 1e-7, 0.02, 0.7))],
+    )
     def test_long_schedules_stay_above_and_close(self, decay: float) -> None:
         """60,000 steps against the same recursion in 60 digits."""
         rng = np.random.default_rng(5)
