@@ -12,6 +12,8 @@ import pytest
 from expunge.errors import InputError
 from expunge.recipes import (
     METHODS,
+    ConvexHeadRecipe,
+    ExactStatistics,
     GradientClipping,
     GroupDPSGD,
     ModelClipping,
@@ -44,6 +46,8 @@ GOOD = {
         "gradient_bound": 1.0, "smoothness": 0.25, "strong_convexity": 0.1, "examples": 100,
         "group_size": 4,
     },
+    ExactStatistics: {},
+    ConvexHeadRecipe: {"weight_decay": 1e-5, "tolerance": 1e-9, "noise_std": 3.7e-4},
     RewindToDelete: {
         "learning_rate": 0.1, "noise_std": 0.2, "train_steps": 5, "steps": 3,
         "gradient_bound": 1.0, "smoothness": 0.25, "strong_convexity": 0.1, "examples": 100,
