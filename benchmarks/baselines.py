@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import networks
 from augmentation import Augmentation
 from benchmarks.timing import compare, measure
 from expunge import GroupDPSGD, SeededNoise, train, train_dpsgd
-from expunge.tasks import networks
 from expunge.tasks.samples import normalise
 from expunge.training.batches import Batches
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
+import networks
 from augmentation import Augmentation
 from benchmarks.timing import compare, measure
-from expunge.tasks import networks
 from expunge.tasks.samples import normalise
 from expunge.training.batches import Batches
 

@@ -85,9 +85,9 @@ def _work(target: Path) -> None:
     import torch
     import torch.distributed as dist
 
+    import networks
     from expunge.noisy.team import Team
     from expunge.processes.group import find_processes
-    from expunge.tasks import networks
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+import networks
 from benchmarks.timing import compare, measure
 from expunge import GradientClipping
 from expunge.noisy.noise import Noise, SeededNoise, StepNoise, SystemNoise
 from expunge.noisy.run import unlearn
 from expunge.noisy.vector import CHUNK, GridVector, Update
-from expunge.tasks import networks
 
 BATCH = 128
 LARGE, HUGE = 11_000_000, 100_000_000

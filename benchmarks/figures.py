@@ -74,7 +74,7 @@ def _measure(task: str, seeds: int, count: int, repeats: int) -> list[dict[str, 
 
 
 def _make_problem(task: str, count: int) -> Any:
-    from expunge.tasks import networks
+    import networks
     from expunge.tasks.samples import Samples, normalise, number_ids
     from problems import SETTINGS, Problem
 

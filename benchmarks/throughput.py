@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
+import networks
 from benchmarks.timing import compare, measure
 from expunge import Batches, GradientClipping, train, train_many, unlearn
-from expunge.tasks import networks
 
 BATCH, SEEDS = 128, 8
 RATE, DECAY, CLIP, NOISE = 1e-3, 10.0, 1.0, 1e-4

@@ -26,8 +26,8 @@ from download import data_folder, fetch
 from expunge.errors import InputError
 from expunge.processes.weights import hash_weights, save_weights
 from expunge.progress import show_progress
-from expunge.tasks.networks import ResNet18
 from expunge.tasks.samples import Samples, Task, normalise
+from networks import ResNet18
 
 # torchvision's ImageNet-1k weights (version 1), repacked as safetensors by the timm project.
 RESNET18_URL = (

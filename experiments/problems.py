@@ -20,8 +20,9 @@ from torch import Tensor, nn
 import cifar
 import features
 import mnist
+import networks
 from expunge import train
-from expunge.tasks import digits, networks
+from expunge.tasks import digits
 from expunge.tasks.samples import Samples, Task, split_forget, split_validation
 
 MODELS = Path(__file__).parent / "results" / "models"

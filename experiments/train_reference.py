@@ -26,9 +26,10 @@ from torch import nn
 
 import cifar
 import mnist
+import networks
 from augmentation import Augmentation
 from expunge import evaluate, train
-from expunge.tasks import digits, networks
+from expunge.tasks import digits
 from expunge.tasks.samples import Samples, Task
 
 HERE = Path(__file__).parent

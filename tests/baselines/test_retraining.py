@@ -8,12 +8,12 @@ import torch
 from scipy import stats
 from torch import nn
 
+import networks
 from engine import equal, flatten, make_batches, make_mlp
 from expunge import Retraining, certify, retrain, verify
 from expunge.baselines.retraining import GaussianInitialisation
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.weights import hash_weights, save_weights
-from expunge.tasks import networks
 from expunge.training.batches import Batches
 from expunge.training.randomness import capture_random
 from expunge.training.train import train

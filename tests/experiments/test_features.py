@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import features
-from engine import make_resnet_state
+import networks
 from expunge.errors import InputError
-from expunge.tasks import networks
 from expunge.tasks.samples import Samples, Task, number_ids
 from features import Backbone, cache_path, extract, extract_task, load_resnet18
+from resnets import make_resnet_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

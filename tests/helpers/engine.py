@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from expunge import GradientClipping, ModelClipping, OutputPerturbation
-from expunge.tasks import networks
 
 GRADIENT = GradientClipping(
     start_clip=0.5, grad_clip=1.0, learning_rate=0.1, weight_decay=2.0, steps=7, noise_std=0.3
@@ -109,13 +108,3 @@ def without_onednn():
         yield
     finally:
         torch.backends.mkldnn.set_flags(True, None, None)
-
-
-def make_resnet_state(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random weights and batch statistics, so that every entry matters."""
-    generator = torch.Generator().manual_seed(seed)
-    state = networks.resnet18(generator=generator).state_dict()
-    for name, value in state.items():
-        if ("bn" in name or "downsample.1" in name) and value.is_floating_point():
-            value.copy_(torch.rand(value.shape, generator=generator) + 0.5)
-    return state

@@ -91,7 +91,7 @@ def retrain(
 
     ``initialise`` is where it starts: None calls ``reset_parameters()`` of every module that has
     trainable parameters; a :class:`GaussianInitialisation` draws them all; a callable builds a
-    fresh module (``lambda: networks.mnist_net(generator=g)``), whose weights are taken. Nothing of
+    fresh module (``lambda: networks.digits_net(generator=g)``), whose weights are taken. Nothing of
     ``model`` is used but its code and its ``public`` tensors, as in :func:`expunge.unlearn`; a
     trainable parameter that the initialisation leaves alone is refused by name. The options of
     training are those of :func:`expunge.train`; ``seed`` draws the start, the order of the data

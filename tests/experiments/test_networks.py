@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine import make_resnet_state
+import networks
 from expunge.errors import InputError
-from expunge.tasks import networks
+from resnets import make_resnet_state
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
