@@ -10,7 +10,7 @@ from torch import nn
 
 import expunge
 from expunge.errors import InputError, VerificationError
-from expunge.forgettable.loading import verify_store
+from expunge.forgettable.verification import verify_store
 
 
 def make_data(rows: int = 120):

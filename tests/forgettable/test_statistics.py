@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 
 from expunge.certificates.record import RunRecord
 from expunge.errors import InputError, UnlearningError
-from expunge.forgettable import statistics
+from expunge.forgettable import ridge
 from expunge.forgettable.features import Features
 from expunge.forgettable.memory import Targets
-from expunge.forgettable.statistics import StatisticsHead, choose_regularisation, solve_ridge
+from expunge.forgettable.ridge import GRID, choose_regularisation, solve_ridge
+from expunge.forgettable.statistics import StatisticsHead
 from expunge.forgettable.sums import Sums, add_rows, check_room
 
 KEY = bytes(32)
@@ -281,14 +282,14 @@ def test_generalised_cross_validation_is_leave_one_out_on_average() -> None:
     a = head.features.integers.expand(head.features.compute(x)).astype(float) / unit
     t = np.eye(4)[y]
     scores = []
-    for value in statistics.GRID:
+    for value in GRID:
         hat = a @ np.linalg.solve(a.T @ a + 60 * value * np.eye(a.shape[1]), a.T)
         rss = np.square(t - hat @ t).sum()
         scores.append(rss / 60 / (1 - np.trace(hat) / 60) ** 2)
-    chosen = choose_regularisation(head._memory.sums, statistics.GRID, unit)
-    assert chosen == statistics.GRID[int(np.argmin(scores))]
-    assert chosen not in (statistics.GRID[0], statistics.GRID[-1])
-    tuned = make_head(regularisation=statistics.GRID)
+    chosen = choose_regularisation(head._memory.sums, GRID, unit)
+    assert chosen == GRID[int(np.argmin(scores))]
+    assert chosen not in (GRID[0], GRID[-1])
+    tuned = make_head(regularisation=GRID)
     tuned.learn((x, y), ids)
     assert tuned.release().record.statistics.head["regularisation"] == chosen
 
@@ -379,8 +380,8 @@ def test_bad_targets(given) -> None:
 def test_a_solution_that_is_not_one_is_refused(monkeypatch) -> None:
     sums = add_rows(np.eye(3, dtype=np.float32) * 100, np.ones((3, 1), int), 127)
     assert solve_ridge(sums, [1e-4], 30.0)[0].shape == (3, 1)
-    real = statistics.linalg.cho_solve
-    monkeypatch.setattr(statistics.linalg, "cho_solve", lambda *a, **k: real(*a, **k) * (1 + 1e-6))
+    real = ridge.linalg.cho_solve
+    monkeypatch.setattr(ridge.linalg, "cho_solve", lambda *a, **k: real(*a, **k) * (1 + 1e-6))
     with pytest.raises(UnlearningError, match="residual"):
         solve_ridge(sums, [1e-4], 30.0)
 

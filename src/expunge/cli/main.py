@@ -104,6 +104,10 @@ def verify(
     ] = None,
     parent: Annotated[Path | None, typer.Option(help="The certificate it is chained to.")] = None,
     record: Annotated[Path | None, typer.Option(help="The operator's record of the run.")] = None,
+    store: Annotated[
+        Path | None,
+        typer.Option(help="State of a head built to forget, to be summed again."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Recompute everything: 0 it holds, 1 it does not and why, 2 the input is unusable."""
@@ -111,6 +115,10 @@ def verify(
 
     path = certificate / "certificate.json" if certificate.is_dir() else certificate
     found = check(path, weights, public_key, parent=parent, record=record)
+    if store is not None:
+        from expunge.forgettable.verification import verify_store
+
+        verify_store(found, store)
     if as_json:
         print_json({"holds": True} | found.model_dump(mode="json"))
         return

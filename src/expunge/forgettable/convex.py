@@ -32,8 +32,9 @@ from expunge.forgettable.features import Features
 from expunge.forgettable.losses import Loss, check_loss
 from expunge.forgettable.memory import Memory, Request, Targets
 from expunge.forgettable.released import HeadModel, Weights, hash_head, write_record
+from expunge.forgettable.ridge import one_thread
 from expunge.forgettable.solver import Objective, Solution, solve
-from expunge.forgettable.statistics import describe_statistics, learn_rows, one_thread
+from expunge.forgettable.statistics import describe_statistics, learn_rows
 from expunge.forgettable.store import Rows
 from expunge.forgettable.sums import Sums
 from expunge.noisy.noise import Noise, SystemNoise

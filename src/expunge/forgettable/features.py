@@ -131,7 +131,7 @@ class Features:
 
 
 def _read(inputs: Any) -> Tensor:
-    given = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
+    given = np.require(inputs, None, ["C", "W"]) if isinstance(inputs, np.ndarray) else inputs
     return torch.as_tensor(given).detach()
 
 

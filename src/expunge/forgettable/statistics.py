@@ -8,26 +8,19 @@ S(D \\ F), so after a request the head is that of a life that never saw it. (0, 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
-from scipy import linalg
-from threadpoolctl import ThreadpoolController
 
 from expunge.certificates.record import Run, Statistics
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
 from expunge.forgettable.memory import Memory, Targets
 from expunge.forgettable.released import HeadModel, Weights, check_inputs, hash_head, write_record
+from expunge.forgettable.ridge import solve_ridge
 from expunge.forgettable.sums import Sums
 from expunge.recipes import ExactStatistics
-
-GRID = tuple(10.0 ** (k / 2) for k in range(-14, 1))
-_WORST_RESIDUAL = 1e-9
 
 
 class StatisticsHead:
@@ -41,6 +34,7 @@ class StatisticsHead:
     Formal guarantee: after ``forget(ids)`` digest, weights and the bytes of the store are those of
     a head that was never given these identifiers' rows.
 
+    >>> import numpy as np
     >>> rng = np.random.default_rng(0)
     >>> x, y = rng.normal(size=(60, 5)), np.arange(60) % 3
     >>> ids = [f"user-{i}" for i in range(60)]
@@ -164,52 +158,6 @@ def describe_statistics(memory: Memory, digest: str, head: dict[str, Any]) -> St
     return Statistics(features, head | shape | scale, memory.sums.rows, digest)
 
 
-def solve_ridge(sums: Sums, candidates: Sequence[float], unit: float) -> tuple[Weights, float]:
-    """W = (G + n λ U² I)⁻¹ B U by Cholesky on one thread, checked by its normal equations."""
-    G, B = sums.gram.astype(np.float64), sums.cross.astype(np.float64)
-    with one_thread():
-        chosen = candidates[0]
-        if len(candidates) > 1:
-            chosen = choose_regularisation(sums, candidates, unit)
-        penalty = sums.rows * chosen * unit**2
-        G[np.diag_indices_from(G)] += penalty
-        try:
-            factor = linalg.cho_factor(G, lower=True, check_finite=False)
-        except linalg.LinAlgError:
-            raise UnlearningError(
-                f"the normal equations cannot be solved with regularisation {chosen}; "
-                "it must be larger"
-            ) from None
-        V = linalg.cho_solve(factor, B, check_finite=False)
-        residual = float(np.abs(G @ V - B).max(initial=0.0))
-    size = float(np.abs(G).max() * np.abs(V).max(initial=0.0) * len(G) + np.abs(B).max(initial=1.0))
-    if not residual <= _WORST_RESIDUAL * size:
-        raise UnlearningError(
-            f"the solution leaves a residual of {residual:.1e} in the normal equations; "
-            "regularisation must be larger"
-        )
-    return V * unit, chosen
-
-
-def choose_regularisation(sums: Sums, candidates: Sequence[float], unit: float) -> float:
-    """argmin over λ of GCV(λ) = (RSS(λ)/n) / (1 - df(λ)/n)², from n, G, B and Q alone.
-
-    With G = V diag(e) Vᵀ, c = VᵀB and s = n λ U²:  df = Σ e/(e + s) and
-    RSS = Q - Σ ‖c_j‖² (e_j + 2 s)/(e_j + s)².
-    """
-    e, V = linalg.eigh(sums.gram.astype(np.float64), check_finite=False)
-    e = np.maximum(e, 0.0)
-    c = np.square(V.T @ sums.cross.astype(np.float64)).sum(axis=1)
-    n = sums.rows
-    scores: list[float] = []
-    for value in candidates:
-        s = n * value * unit**2
-        rss = float(sums.square) - float((c * (e + 2 * s) / np.square(e + s)).sum())
-        freedom = 1 - float((e / (e + s)).sum()) / n
-        scores.append(max(rss, 0.0) / n / max(freedom, 1e-12) ** 2)
-    return candidates[int(np.argmin(scores))]
-
-
 def _check_candidates(regularisation: float | Sequence[float]) -> tuple[float, ...]:
     given = regularisation if isinstance(regularisation, Sequence) else (regularisation,)
     for value in given:
@@ -218,13 +166,3 @@ def _check_candidates(regularisation: float | Sequence[float]) -> tuple[float, .
     if not given:
         raise InputError.of("regularisation", given, "a finite number > 0, or several")
     return tuple(float(value) for value in given)
-
-
-@functools.cache
-def _find_pools() -> ThreadpoolController:
-    return ThreadpoolController()
-
-
-def one_thread() -> Any:
-    """LAPACK gives other bits with other numbers of threads: one, while this is entered."""
-    return _find_pools().limit(limits=1, user_api="blas")
