@@ -9,7 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from expunge.cli import doctor, jobs
+from expunge.cli import doctor, heads, jobs
 from expunge.cli.text import AsJson, ComparedTo, print_json
 from expunge.errors import ExpungeError
 
@@ -168,7 +168,7 @@ def demo(
     run_demo(out, sign)
 
 
-for command in (jobs.unlearn, jobs.init, doctor.doctor):
+for command in (jobs.unlearn, jobs.init, heads.forget, doctor.doctor):
     app.command()(command)
 
 
