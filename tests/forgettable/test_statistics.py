@@ -2,11 +2,8 @@
 
 import math
 import os
-import random
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -171,18 +168,20 @@ def test_a_block_that_is_too_long_would_not_be_exact() -> None:
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_other_processes_and_thread_counts_give_this_digest(threads: str) -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests/forgettable')\n"
-        "from test_statistics import *\n"
-        "x, y, ids = make_data(3000, 40)\n"
-        "h = StatisticsHead(Features(lift=30, seed='t'), classes=4, key=KEY)\n"
-        "h.learn((x, y), ids); h.forget(ids[:{7 if threads == '1' else 7}])\n"
+        "import numpy as np\n"
+        "from expunge import Features, StatisticsHead\n"
+        "rng = np.random.default_rng(0); y = np.arange(3000) % 4\n"
+        "x = rng.normal(size=(3000, 40)); ids = [f'user-{i}' for i in range(3000)]\n"
+        "h = StatisticsHead(Features(lift=30, seed='t'), classes=4, key=bytes(32))\n"
+        "h.learn((x, y), ids); h.forget(ids[:7])\n"
         "print(h.digest(), h._memory.add_all(block=17).digest(), h.release().record.weights_after)"
     )
     environment = os.environ | {"OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
     told = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     ).stdout.split()
-    x, y, ids = make_data(3000, 40)
+    x, y = np.random.default_rng(0).normal(size=(3000, 40)), np.arange(3000) % 4
+    ids = [f"user-{i}" for i in range(3000)]
     head = StatisticsHead(Features(lift=30, seed="t"), classes=4, key=KEY)
     head.learn((x[7:], y[7:]), ids[7:])
     weights = head.release().record.weights_after
@@ -400,48 +399,50 @@ def test_the_record_says_where_the_weights_come_from() -> None:
     assert RunRecord.from_dict(run.record.to_dict()) == run.record
 
 
-LIFE = """
-import sys; sys.path.insert(0, "tests/forgettable")
-from test_statistics import *
-x, y, ids = make_data(400, 30)
-head = StatisticsHead(Features(), classes=4, state=sys.argv[1], key=KEY)
-print("open", flush=True)
-for start in range(0, 400, 40):
-    head.learn((x[start:start + 40], y[start:start + 40]), ids[start:start + 40])
-    if start:
-        warnings.simplefilter("ignore")
-        head.forget(ids[start - 5:start])
-print(head.digest(), flush=True)
+# One process that loads everything once and forks a child for each life that is killed.
+LIVES = """
+import os, random, signal, sys, time, warnings
+import numpy as np
+from expunge import Features, StatisticsHead
+
+def live(folder):
+    rng = np.random.default_rng(0)
+    x, y, ids = rng.normal(size=(400, 30)), np.arange(400) % 4, [f"user-{i}" for i in range(400)]
+    head = StatisticsHead(Features(), classes=4, state=folder, key=bytes(32))
+    warnings.simplefilter("ignore")
+    for at in range(0, 400, 40):
+        head.learn((x[at:at + 40], y[at:at + 40]), ids[at:at + 40])
+        if at:
+            head.forget(ids[at - 5:at])
+    return head
+
+calm, killed, kills = sys.argv[1], sys.argv[2], int(sys.argv[3])
+started = time.perf_counter()
+live(calm)
+span = time.perf_counter() - started
+chance = random.Random(0)
+for _ in range(kills):
+    child = os.fork()
+    if child == 0:
+        live(killed)
+        os._exit(0)
+    time.sleep(chance.uniform(0, span))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+print(live(killed).digest() == live(calm).digest())
 """
 
 
-def test_kills_at_random_moments(tmp_path: Path) -> None:
-    """The same life, killed again and again, and lived once more: the undisturbed digest."""
-    run_life(tmp_path, kills=4)
-
-
-@pytest.mark.slow
-def test_twenty_kills(tmp_path: Path) -> None:
-    run_life(tmp_path, kills=20)
-
-
-def run_life(tmp_path: Path, kills: int) -> None:
-    code = LIFE.replace("import *", "import *\nimport warnings")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def live(folder: str, wait: float | None) -> str:
-        command = [sys.executable, "-c", code, str(tmp_path / folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as life:
-            assert life.stdout is not None
-            assert life.stdout.readline() == "open\n"
-            if wait is not None:
-                time.sleep(wait)
-                life.send_signal(signal.SIGKILL)
-            return life.stdout.read().strip()
-
-    undisturbed = live("calm", None)
-    chance = random.Random(0)
-    for _ in range(kills):
-        live("killed", chance.uniform(0.0, 0.25))
-    assert live("killed", None) == undisturbed
+@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
+    """The same life, killed again and again, and lived once more: the undisturbed state."""
+    folders = [str(tmp_path / "calm"), str(tmp_path / "killed")]
+    told = subprocess.run(
+        [sys.executable, "-c", LIVES, *folders, str(kills)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.strip() == "True"
     assert read_bytes(tmp_path / "killed") == read_bytes(tmp_path / "calm")
