@@ -10,20 +10,15 @@ and its noise is the engine's, so that finite precision is accounted.
 
 from __future__ import annotations
 
-import copy
-import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge import recipes
 from expunge.accounting.precision import (
     LARGEST_CELL,
     Precision,
@@ -31,28 +26,21 @@ from expunge.accounting.precision import (
     find_disagreements,
     norm_margin,
 )
-from expunge.certificates.identifiers import commit
-from expunge.certificates.record import NO_NOISE, PublicTensors, Run, RunRecord, Trace
+from expunge.certificates.record import PublicTensors, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
-from expunge.noisy.model import (
-    CertifiedModel,
-    Public,
-    check_finite,
-    check_unchanged,
-    copy_model,
-)
-from expunge.noisy.noise import Noise, check_noise
-from expunge.noisy.vector import FloatVector, GridVector, Update
-from expunge.processes.weights import hash_weights, list_tensors, save_weights
+from expunge.noisy.loop import make_trace
+from expunge.noisy.model import CertifiedModel, Public, check_finite, check_unchanged, copy_model
+from expunge.noisy.noise import Noise, check_noise, describe_noise
+from expunge.noisy.vector import CertifiedVector, GridVector, Update, make_vector
+from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
 from expunge.recipes import STATED, DescentRecipe, Execution, NoisyDescent, Problem, RewindToDelete
 from expunge.training.batches import move_batch
 from expunge.training.losses import LossFunction, compute_loss
 from expunge.training.randomness import refused_random, untouched_random
-from expunge.training.train import InMemory, read_request, read_retained
+from expunge.training.settings import InMemory, Prepare
+from expunge.training.train import read_retained, read_sets
 
-FORMAT = "expunge-descent-1"
-Prepare = Callable[[Tensor], Tensor]
 Row = tuple[float, ...]
 
 
@@ -61,7 +49,8 @@ class Descent:
     """A model trained so that it can forget, and what a request needs of that training.
 
     ``state`` is the vector from which ``forget`` goes on: the last one in noisy descent, the one
-    K steps earlier in rewind-to-delete. Private, like any model that saw the forget data.
+    K steps earlier in rewind-to-delete. Private, like any model that saw the forget data. Keep it
+    with ``torch.save`` until a request comes.
     """
 
     model: nn.Module
@@ -75,39 +64,6 @@ class Descent:
     start: str | None
     ids: tuple[str, ...] | None
     public: PublicTensors | None = None
-
-    def save(self, path: str | Path) -> None:
-        """One safetensors file with everything but the module's code."""
-        about = {f.name: getattr(self, f.name) for f in fields(self)}
-        del about["model"], about["state"]
-        about |= {
-            "format": FORMAT,
-            "recipe": recipes.to_dict(self.recipe),
-            "problem": asdict(self.problem),
-            "precision": asdict(self.precision),
-            "public": None if self.public is None else asdict(self.public),
-        }
-        tensors = {f"state.{name}": t for name, t in self.state.items()}
-        tensors |= {f"model.{name}": t for name, t in list_tensors(self.model).items()}
-        save_weights(path, tensors, {"expunge": json.dumps(about)})
-
-    @classmethod
-    def load(cls, path: str | Path, model: nn.Module) -> Descent:
-        """What ``save`` wrote; ``model`` is any module of the same kind, and is not changed."""
-        try:
-            about, tensors = _read_saved(path)
-            about["recipe"] = recipes.from_dict(about["recipe"])
-            about["problem"] = Problem(**about["problem"])
-            about["precision"] = Precision(**about["precision"])
-            about["trace"] = tuple(tuple(row) for row in about["trace"])
-            about["ids"] = None if about["ids"] is None else tuple(about["ids"])
-            public = about.get("public")
-            about["public"] = None if public is None else PublicTensors(**public)
-            copied = copy.deepcopy(model)
-            copied.load_state_dict(_under("model.", tensors))
-            return cls(model=copied, state=_under("state.", tensors), **about)
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise InputError(f"saved descent {path} cannot be read: {error}") from None
 
 
 def descend(
@@ -174,7 +130,7 @@ def descend(
         precision=precision,
         state=state,
         trace=rows,
-        noise=walk.describe_noise(),
+        noise=describe_noise(source, precision.grid),
         noise_keys=walk.noise_keys,
         start=hash_weights(start) if nonzero else None,
         ids=names,
@@ -210,9 +166,8 @@ def forget(
         )
     if trained.noise_keys > 0 and source.describe() != trained.noise:
         raise InputError.of("noise", noise, f"of the source that trained: {trained.noise}")
-    forgotten = read_request(forget_ids)
-    known = read_retained(retain_loader, retain_ids, forgotten)
-    _check_members(trained.ids, known, forgotten)
+    sets = read_sets(retain_loader, forget_ids, retain_ids)
+    _check_members(trained.ids, retain_ids=sets.retained, forget_ids=sets.forgotten)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         declared = () if trained.public is None else trained.public.names
         certified = replace(copy_model(trained.model, public=declared), public=trained.public)
@@ -237,7 +192,7 @@ def forget(
         recipe=recipe,
         grid=trained.precision.grid,
         execution=Execution(rounding=trained.precision.rounding),
-        noise=walk.describe_noise(),
+        noise=describe_noise(source, trained.precision.grid),
         noise_keys=trained.noise_keys + walk.noise_keys,
         trace=make_trace(walk.rows),
         gradient_evaluations=(seen - K) * recipe.examples + K * len(retain_loader.targets),
@@ -245,14 +200,12 @@ def forget(
         weights_noisy=after,
         weights_after=after,
         centre=trained.start,
-        forget=None if forgotten is None else commit(forgotten),
-        retain=None if known is None else commit(known),
-        checked=None not in (forgotten, known, trained.ids),
         start="fresh",
         problem=trained.problem,
+        **(sets.describe() | {"checked": sets.checked and trained.ids is not None}),
         **certified.describe(),
     )
-    return Run(certified.model, record, None if forgotten is None else frozenset(forgotten))
+    return Run(certified.model, record, sets.forgotten)
 
 
 class _Walk:
@@ -269,11 +222,7 @@ class _Walk:
         self.certified, self.problem, self.recipe = certified, problem, recipe
         self.noise, self.noise_keys, self.rows = noise, 0, list[Row]()
         parameters = list(certified.certified.values())
-        self.vector: GridVector | FloatVector = (
-            GridVector(parameters, None, precision.grid)
-            if precision.grid > 0
-            else FloatVector(parameters, None)
-        )
+        self.vector: CertifiedVector = make_vector(parameters, None, precision.grid)
         self._gradient: Callable[[], list[Tensor]] = list
 
     def learn_from(self, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None) -> None:
@@ -318,9 +267,6 @@ class _Walk:
         norms = self.vector.perturb(number, sigma)
         self.rows.append((0.0, sigma, 0.0, 1.0, norms.model, norms.noise, 0.0))
 
-    def describe_noise(self) -> dict[str, Any]:
-        return self.noise.describe() if isinstance(self.vector, GridVector) else dict(NO_NOISE)
-
     def _check_room(self) -> None:
         """Saturation is a projection, so it is sound; but it is never what was asked for."""
         if isinstance(self.vector, GridVector):
@@ -331,13 +277,6 @@ class _Walk:
                     "for this noise_std cannot hold; a smaller learning_rate or a larger "
                     "strong_convexity keeps them smaller"
                 )
-
-
-def make_trace(rows: list[Row]) -> Trace:
-    """The trace whose columns are those of the rows."""
-    names = [field.name for field in fields(Trace)]
-    columns = zip(*rows, strict=True) if rows else [()] * len(names)
-    return Trace(**dict(zip(names, columns, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
 def _read_problem(
@@ -375,32 +314,14 @@ def _mean_gradient(
     return gradients
 
 
-def _check_members(
-    trained: tuple[str, ...] | None,
-    retained: tuple[str, ...] | None,
-    forgotten: tuple[str, ...] | None,
-) -> None:
+def _check_members(trained: tuple[str, ...] | None, **given: Iterable[str] | None) -> None:
     """What is retained or forgotten was trained on, where the identifiers are known."""
-    for name, ids in (("retain_ids", retained), ("forget_ids", forgotten)):
+    for name, ids in given.items():
         unknown = set(ids or ()) - set(trained or ids or ())
         if unknown:
             raise InputError(
                 f"{name} holds {min(unknown)!r}, which was not trained on ({len(unknown)} in all)"
             )
-
-
-def _read_saved(path: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        metadata = cast(dict[str, str], file.metadata() or {})
-        tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    about = cast(dict[str, Any], json.loads(metadata["expunge"]))
-    if (found := about.pop("format")) != FORMAT:
-        raise InputError.of("format", found, repr(FORMAT))
-    return about, tensors
-
-
-def _under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
 ROWS = 8192

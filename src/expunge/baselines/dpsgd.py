@@ -43,10 +43,10 @@ from torch.func import functional_call, grad, vmap  # pyright: ignore[reportPriv
 from torch.nn.functional import cross_entropy
 
 from expunge.accounting.precision import norm_margin
-from expunge.baselines.descent import make_trace
 from expunge.certificates.identifiers import Commitment, commit
-from expunge.certificates.record import NO_NOISE, Run, RunRecord
+from expunge.certificates.record import Run, RunRecord
 from expunge.errors import InputError, UnlearningError
+from expunge.noisy.loop import make_trace
 from expunge.noisy.model import (
     CertifiedModel,
     HeldState,
@@ -55,24 +55,23 @@ from expunge.noisy.model import (
     check_unchanged,
     copy_model,
 )
-from expunge.noisy.noise import Noise, StepNoise, check_noise
+from expunge.noisy.noise import Noise, StepNoise, check_noise, describe_noise
 from expunge.noisy.vector import CHUNK
 from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
 from expunge.recipes import Execution, GroupDPSGD
 from expunge.training.losses import LossFunction, compute_loss
-from expunge.training.optimizers import Scheduled
 from expunge.training.randomness import DRAWS, refused_random, seed_random, untouched_random
-from expunge.training.train import (
+from expunge.training.settings import (
     InMemory,
     MakeOptimizer,
+    Prepare,
+    Scheduled,
     ScheduleName,
-    read_request,
-    read_retained,
     schedule_factor,
 )
+from expunge.training.train import read_request, read_retained
 
-Prepare = Callable[[Tensor], Tensor]
 _CELLS = 26  # the grid is at most 2⁻²⁶ of the noise
 _COLUMNS = 4096
 _MOST = 2.0**52  # no sum of clipped gradients exceeds so many cells
@@ -147,7 +146,7 @@ def train_dpsgd(
             norm = math.hypot(*(float(p.detach().norm()) for p in parameters))
             length, drawn, whole = mechanism.release(t, divisor)
             stepping.step(schedule_factor(schedule, t, recipe.steps))
-            rate = float(stepping.optimizer.param_groups[0]["lr"])
+            rate = stepping.learning_rate
             rows.append((rate, mechanism.sigma, length, 1.0, norm, drawn, float(not whole)))
         check_unchanged(certified)
         check_finite(certified.certified)
@@ -254,7 +253,7 @@ class NoisySum:
 
     def describe(self) -> dict[str, Any]:
         """The noise source and how batches were sampled."""
-        source = self.noise.describe() if self.grid > 0 else dict(NO_NOISE)
+        source = describe_noise(self.noise, self.grid)
         return source | {"sampling": "Poisson, AES-256-CTR", "physical_batch": self.physical_batch}
 
     def add_up(self, chosen: npt.NDArray[np.int64]) -> bool:

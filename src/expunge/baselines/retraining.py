@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
-from expunge.certificates.identifiers import commit
 from expunge.certificates.record import NO_NOISE, Run, RunRecord, Trace
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.model import (
@@ -28,20 +26,9 @@ from expunge.noisy.model import (
 )
 from expunge.processes.weights import hash_weights, list_tensors
 from expunge.recipes import Execution, Retraining
-from expunge.training.batches import Augment, count_samples
-from expunge.training.compiled import Compile
-from expunge.training.losses import LossFunction
 from expunge.training.randomness import seeded_random
-from expunge.training.train import (
-    InMemory,
-    MakeOptimizer,
-    ScheduleName,
-    check_trained,
-    describe_training,
-    read_request,
-    read_retained,
-    train,
-)
+from expunge.training.settings import InMemory, Options
+from expunge.training.train import check_trained, describe_training, read_sets, train
 
 
 @dataclass(frozen=True)
@@ -67,18 +54,6 @@ def retrain(
     retain_loader: InMemory | Iterable[Any],
     recipe: Retraining | None = None,
     *,
-    epochs: float,
-    learning_rate: float,
-    batch_size: int = 128,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    schedule: ScheduleName = "constant",
-    optimizer: MakeOptimizer | None = None,
-    augment: Augment | None = None,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    loss_fn: LossFunction | None = cross_entropy,
-    seed: int = 0,
-    compile: Compile = "auto",
     initialise: Initialise | None = None,
     public: Public | None = None,
     buffers: BufferMode = "reset",
@@ -86,6 +61,7 @@ def retrain(
     retain_ids: Iterable[str | int] | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
+    **options: Unpack[Options],
 ) -> Run:
     """Train a fresh network of ``model``'s kind on the retained data: the (0, 0) baseline.
 
@@ -104,33 +80,14 @@ def retrain(
     """
     if recipe is not None and not isinstance(recipe, Retraining):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of("recipe", recipe, "Retraining() or nothing")
-    forgotten = read_request(forget_ids)
-    known = read_retained(retain_loader, retain_ids, forgotten)
-    retained = None if known is None else commit(known)
-    checked = None not in (forgotten, known, count_samples(retain_loader))
+    sets, seed = read_sets(retain_loader, forget_ids, retain_ids), options.get("seed", 0)
     with torch.inference_mode(False), torch.enable_grad(), seeded_random(seed, retain_loader):
         before = hash_weights(list_tensors(model))
         certified = copy_model(model, public=public, buffers=buffers, device=device)
         reset_statistics(certified)
         told = _start_afresh(model, certified, initialise)
         fresh = hash_weights(list_tensors(certified.model))
-        log = train(
-            certified.model,
-            retain_loader,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            schedule=schedule,
-            optimizer=optimizer,
-            augment=augment,
-            prepare=prepare,
-            loss_fn=loss_fn,
-            seed=seed,
-            compile=compile,
-            progress=progress,
-        )
+        log = train(certified.model, retain_loader, progress=progress, **options)
         check_unchanged(certified)
         check_trained(certified.model, log, "retraining")
     record = RunRecord(
@@ -144,15 +101,13 @@ def retrain(
         weights_before=before,
         weights_noisy=fresh,
         weights_after=hash_weights(list_tensors(certified.model)),
-        forget=None if forgotten is None else commit(forgotten),
-        retain=retained,
-        checked=checked,
-        finetune=describe_training(log, retained, checked),
+        finetune=describe_training(log, sets.retain, sets.checked),
         start="fresh",
         initialisation=f"{told}, seed {seed}",
+        **sets.describe(),
         **certified.describe(),
     )
-    return Run(certified.model, record, None if forgotten is None else frozenset(forgotten))
+    return Run(certified.model, record, sets.forgotten)
 
 
 def _start_afresh(

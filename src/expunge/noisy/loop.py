@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from expunge.accounting.precision import NoisyRecipe, choose_precision, list_levels
-from expunge.certificates.record import NO_NOISE, Trace
+from expunge.certificates.record import Trace
 from expunge.errors import UnlearningError
 from expunge.noisy.checkpoint import Checkpoint, Progress, load_state, save_state
 from expunge.noisy.model import (
@@ -54,8 +54,7 @@ class Loop:
         self.certified, self.recipe, self.loss_fn = certified, recipe, loss_fn
         self.noise, self.team, self.loader = noise, team, loader
         self.precision = choose_precision(recipe, certified.size)
-        noisy = any(sigma > 0 for sigma in list_levels(recipe))
-        self.vector = team.make_vector(self.precision.grid, noisy)
+        self.vector = team.make_vector(self.precision.grid)
         self.steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
         self.columns = np.zeros((max(self.steps, 1), 7))
         self.done = self.noise_keys = self.resumed = self.gradient_evaluations = 0
@@ -189,13 +188,7 @@ class Loop:
 
     def tell(self) -> Trace:
         """The trace, once every step is done."""
-        columns = [tuple(cast(list[float], column.tolist())) for column in self.columns.T]
-        names = [field.name for field in fields(Trace)]
-        return Trace(**dict(zip(names, columns, strict=True)))  # pyright: ignore[reportArgumentType]
-
-    def describe_noise(self) -> dict[str, Any]:
-        """The noise source; "none" for a run without noise."""
-        return self.noise.describe() if isinstance(self.vector, GridVector) else dict(NO_NOISE)
+        return make_trace(self.columns.tolist())
 
     def _note(self, update: Update, norm: float, norms: Norms) -> None:
         gamma, sigma, clip = update.learning_rate, update.noise_std, update.clip
@@ -236,6 +229,17 @@ class Loop:
             self.resumed += 1
             self._take_key()
         return True
+
+
+def make_trace(rows: Sequence[Sequence[float]]) -> Trace:
+    """The trace whose columns are those of the rows.
+
+    >>> make_trace([(0.1, 2.0, 1.0, 1.0, 3.0, 4.0, 0.0)]).noise_std
+    (2.0,)
+    """
+    names = [field.name for field in fields(Trace)]
+    columns = zip(*rows, strict=True) if rows else [()] * len(names)
+    return Trace(**dict(zip(names, columns, strict=True)))  # pyright: ignore[reportArgumentType]
 
 
 def run_uncompiled() -> AbstractContextManager[object]:

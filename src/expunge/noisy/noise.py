@@ -45,6 +45,7 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
+from expunge.certificates.record import NO_NOISE
 from expunge.errors import InputError, UnlearningError
 
 Array = npt.NDArray[np.float64]
@@ -132,6 +133,15 @@ def check_noise(noise: object) -> Noise:
     if type(noise) is SystemNoise or type(noise) is SeededNoise:
         return noise
     raise InputError.of("noise", noise, "SystemNoise() or SeededNoise(seed), and no other class")
+
+
+def describe_noise(noise: Noise, grid: float) -> dict[str, Any]:
+    """The noise source as a record keeps it; "none" for a run without a grid, hence without noise.
+
+    >>> describe_noise(SystemNoise(), 0.0)["source"]
+    'none'
+    """
+    return noise.describe() if grid > 0 else dict(NO_NOISE)
 
 
 def _describe(noise: Noise) -> dict[str, Any]:

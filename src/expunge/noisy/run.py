@@ -27,7 +27,7 @@ from expunge.errors import InputError
 from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.loop import Loop, OnStep
 from expunge.noisy.model import BufferMode, Centre, Public, check_finite, check_kept, copy_model
-from expunge.noisy.noise import Noise, check_noise
+from expunge.noisy.noise import Noise, check_noise, describe_noise
 from expunge.noisy.team import Team
 from expunge.processes.group import Processes, find_processes
 from expunge.processes.weights import hash_weights, list_tensors, view_bytes
@@ -137,7 +137,7 @@ def unlearn(
         recipe=recipe,
         grid=loop.vector.grid,
         execution=Execution(rounding=loop.precision.rounding),
-        noise=loop.describe_noise(),
+        noise=describe_noise(source, loop.vector.grid),
         noise_keys=loop.noise_keys,
         trace=loop.tell(),
         gradient_evaluations=loop.gradient_evaluations,

@@ -25,7 +25,7 @@ from expunge.errors import UnlearningError
 from expunge.noisy.model import CertifiedModel
 from expunge.noisy.noise import Noise, NoiseStream
 from expunge.noisy.sharded_vector import ShardedVector
-from expunge.noisy.vector import CertifiedVector, FloatVector, GridVector
+from expunge.noisy.vector import CertifiedVector, make_vector
 from expunge.processes.agreement import (
     check_start,
     check_step,
@@ -76,19 +76,18 @@ class Team:
         """This process's shares of the batches."""
         return Shares(loader, self.processes, even=not self.processes.alone)
 
-    def make_vector(self, grid: float, noisy: bool) -> CertifiedVector:
+    def make_vector(self, grid: float) -> CertifiedVector:
         """The certified vector, or this process's part of it."""
         certified, centre = self.certified.certified, self.certified.centre
         if self.sharded:
-            if not noisy:
+            if grid == 0:
                 raise UnlearningError(
                     "a run without noise certifies nothing, and a sharded model can only be "
                     "certified; give the recipe noise, or run it in one process"
                 )
             return ShardedVector(certified, centre, grid, self.processes)
-        parameters = list(certified.values())
         points = None if centre is None else list(centre.values())
-        return GridVector(parameters, points, grid) if noisy else FloatVector(parameters, points)
+        return make_vector(list(certified.values()), points, grid)
 
     def begin(self, facts: Mapping[str, Any], noise: Noise) -> None:
         """Refuse processes that differ; then all have the stream of one new key."""

@@ -302,6 +302,13 @@ class FloatVector:
 CertifiedVector = GridVector | FloatVector
 
 
+def make_vector(
+    parameters: Sequence[Tensor], centre: Sequence[Tensor] | None, grid: float
+) -> CertifiedVector:
+    """On a grid, or without one where nothing is noisy."""
+    return GridVector(parameters, centre, grid) if grid > 0 else FloatVector(parameters, centre)
+
+
 def _norm(tensors: Sequence[Tensor]) -> float:
     norms = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) for t in tensors]
     return math.hypot(*norms)

@@ -62,37 +62,26 @@ class Batches:
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self.draw_order()
+        order = self._draw_order()
         for start in range(0, len(self) * self.batch_size, self.batch_size):
-            x, y = self.fetch(order, start)
-            yield self.make_ready(x), y
+            chosen = slice(start, start + self.batch_size)
+            if order is None:
+                x, y = self.inputs[chosen].clone(), self.targets[chosen].clone()
+            else:
+                places = order[chosen]
+                x = self.inputs.index_select(0, places)
+                y = self.targets.index_select(0, places.to(self.targets.device))
+            if self.augment is not None and self.generator is not None:
+                x = self.augment(x, self.generator)
+            yield x if self.prepare is None else self.prepare(x), y
 
-    def draw_order(self) -> Tensor | None:
+    def _draw_order(self) -> Tensor | None:
         """The order of a new pass; None is that of the tensors."""
         if self.generator is None:
             return None
         device = self.generator.device
         order = torch.randperm(len(self.inputs), generator=self.generator, device=device)
         return order.to(self.inputs.device)
-
-    def fetch(
-        self, order: Tensor | None, start: int, stop: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """The batch that starts at place ``start`` of the order: gathered and augmented."""
-        stop = start + self.batch_size if stop is None else stop
-        if order is None:
-            x, y = self.inputs[start:stop].clone(), self.targets[start:stop].clone()
-        else:
-            chosen = order[start:stop]
-            x = self.inputs.index_select(0, chosen)
-            y = self.targets.index_select(0, chosen.to(self.targets.device))
-        if self.augment is not None and self.generator is not None:
-            x = self.augment(x, self.generator)
-        return x, y
-
-    def make_ready(self, inputs: Tensor) -> Tensor:
-        """A fetched batch as the model takes it."""
-        return inputs if self.prepare is None else self.prepare(inputs)
 
 
 class Cycle:

@@ -19,17 +19,15 @@ import shutil
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from expunge.errors import InputError
 from expunge.training.batches import Batches
 from expunge.training.losses import LossFunction, compute_loss
 from expunge.training.randomness import untouched_random
-
-Compile = bool | Literal["auto"]
+from expunge.training.settings import Settings
 
 PAYS_AFTER, CLOSE = 60.0, 1e-3
 _COMPILERS = ("g++", "c++", "clang++", "cl")
@@ -38,7 +36,7 @@ _COMPILERS = ("g++", "c++", "clang++", "cl")
 class CompiledLoss:
     """``compute_loss`` for whole batches; ``note`` says why not, as soon as it does not work."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFunction, size: int) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFunction | None, size: int) -> None:
         self.model, self.loss_fn, self.size = model, loss_fn, size
         self.note, self._called = "", False
         self._compiled = make_compiled(compute_loss)
@@ -75,36 +73,25 @@ class CompiledLoss:
         return "" if same else "compiled and uncompiled gradients differ"
 
 
-def plan_loss(
-    compile: Compile, model: nn.Module, loader: object, loss_fn: LossFunction | None, steps: int
-) -> CompiledLoss | str:
+def plan_loss(how: Settings, model: nn.Module, loader: object, steps: int) -> CompiledLoss | str:
     """A compiled loss, or why there is none; a warning if it was asked for.
 
     >>> data = Batches(torch.zeros(8, 2), torch.zeros(8).long(), batch_size=4)
-    >>> plan_loss("auto", nn.Linear(2, 2), data, None, 10)
+    >>> plan_loss(Settings(epochs=1, learning_rate=0.1, loss_fn=None), nn.Linear(2, 2), data, 10)
     'the model computes its own loss'
     """
-    check_compile(compile)
-    if compile is False or steps == 0:
+    if how.compile is False or steps == 0:
         return ""
     if type(loader) is not Batches:
         note = "the data is not in memory"
-    elif loss_fn is None:
-        note = "the model computes its own loss"
-    elif not (note := find_obstacle(model, loader)):
+    elif not (note := find_obstacle(how, model, loader)):
         size = sum(p.numel() for p in model.parameters())
-        if compile is True or 6 * size * loader.batch_size * steps / 1e11 >= PAYS_AFTER:
-            return CompiledLoss(model, loss_fn, loader.batch_size)
+        if how.compile is True or 6 * size * loader.batch_size * steps / 1e11 >= PAYS_AFTER:
+            return CompiledLoss(model, how.loss_fn, loader.batch_size)
         note = f"{steps} steps with {size} parameters do not pay for compiling"
-    if compile is True:
+    if how.compile is True:
         warn_uncompiled(note)
     return note
-
-
-def check_compile(compile: Compile) -> None:
-    """Refuse what is no answer to the question."""
-    if not isinstance(compile, bool) and compile != "auto":
-        raise InputError.of("compile", compile, "True, False or 'auto'")
 
 
 def warn_uncompiled(note: str) -> None:
@@ -112,8 +99,10 @@ def warn_uncompiled(note: str) -> None:
     warnings.warn(f"training is not compiled: {note}", RuntimeWarning, stacklevel=3)
 
 
-def find_obstacle(model: nn.Module, batches: Batches) -> str:
+def find_obstacle(how: Settings, model: nn.Module, batches: Batches) -> str:
     """Why this model on these batches cannot be compiled; nothing if nothing is known."""
+    if how.loss_fn is None:
+        return "the model computes its own loss"
     if len(batches.inputs) < batches.batch_size:
         return "there is no whole batch"
     if len({t.device for t in (*model.parameters(), batches.inputs, batches.targets)}) > 1:

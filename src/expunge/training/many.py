@@ -15,10 +15,9 @@ out differently, runs in sequence.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,33 +26,21 @@ from torch.func import (  # pyright: ignore[reportPrivateImportUsage]
     grad_and_value,
     vmap,
 )
-from torch.nn.functional import cross_entropy
 
 from expunge.certificates.record import Run
 from expunge.errors import InputError
-from expunge.training.batches import Augment, Batches, Cycle
+from expunge.training.batches import Batches, Cycle
 from expunge.training.compiled import (
-    Compile,
     allow_compiling,
-    check_compile,
     explain,
     find_obstacle,
     is_close,
     make_compiled,
 )
 from expunge.training.losses import LossFunction, compute_loss
-from expunge.training.optimizers import Sgd
 from expunge.training.randomness import untouched_random
-from expunge.training.train import (
-    InMemory,
-    ScheduleName,
-    TrainingLog,
-    begin_fine_tuning,
-    check_numbers,
-    schedule_factor,
-    summarise_losses,
-    train,
-)
+from expunge.training.settings import InMemory, Options, Settings, SharedOptions, schedule_factor
+from expunge.training.train import TrainingLog, begin_fine_tuning, make_log, train
 
 STEP, SHORT_STEP, PAYS_AFTER = 2e-4, 2e-3, 30.0
 
@@ -63,21 +50,15 @@ def train_many(
     data: InMemory | Sequence[InMemory],
     *,
     seeds: Sequence[int],
-    epochs: float,
     learning_rate: float | Sequence[float],
-    batch_size: int = 128,
     weight_decay: float | Sequence[float] = 0.0,
-    momentum: float = 0.0,
-    schedule: ScheduleName = "constant",
-    augment: Augment | None = None,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    loss_fn: LossFunction = cross_entropy,
-    compile: Compile = "auto",
+    **options: Unpack[SharedOptions],
 ) -> list[TrainingLog]:
     """Train every model in place, run i with ``seeds[i]``, as ``train`` would one by one.
 
     ``data`` in memory is for all runs, or one set for each; so are the learning rate and the
-    weight decay. With ``compile=False`` the runs go one after the other.
+    weight decay. The other options are those of ``train``, without ``optimizer``. With
+    ``compile=False`` the runs go one after the other.
 
     >>> from types import SimpleNamespace
     >>> toy = SimpleNamespace(inputs=torch.eye(2), targets=torch.tensor([0, 1]))
@@ -87,33 +68,22 @@ def train_many(
     [(5, 0.1), (5, 0.2), (5, 0.5)]
     """
     n = len(models)
-    check_compile(compile)
     if n == 0 or len(seeds) != n:
         raise InputError.of("number of seeds", len(seeds), f"{n}, as many as models, at least 1")
     if len({id(model) for model in models}) != n:
         raise InputError("models holds the same module twice; every run needs its own")
-    sets = cast(list[InMemory], _spread("data sets", data, isinstance(data, InMemory), n))
+    sets = _spread("data sets", data, isinstance(data, InMemory), n)
     rates = _spread("learning rates", learning_rate, isinstance(learning_rate, float | int), n)
     decays = _spread("weight decays", weight_decay, isinstance(weight_decay, float | int), n)
-    for rate, decay in zip(rates, decays, strict=True):
-        check_numbers(epochs, rate, batch_size, decay, momentum)
-    shared: dict[str, Any] = {
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "momentum": momentum,
-        "schedule": schedule,
-        "augment": augment,
-        "prepare": prepare,
-        "loss_fn": loss_fn,
-    }
-    own = zip(models, sets, seeds, rates, decays, strict=True)
-    runs = [
-        _Run(m, d, s, shared | {"learning_rate": r, "weight_decay": w}) for m, d, s, r, w in own
+    own = [
+        Options(seed=seed, learning_rate=rate, weight_decay=decay, **options)
+        for seed, rate, decay in zip(seeds, rates, decays, strict=True)
     ]
-    outcome = _find_reason(compile, runs) or _train_together(runs)
+    runs = [_Run(m, d, Settings(**how)) for m, d, how in zip(models, sets, own, strict=True)]
+    outcome = _find_reason(runs) or _train_together(runs)
     if not isinstance(outcome, str):
         return outcome
-    logs = [train(r.model, r.data, seed=r.seed, compile=compile, **r.how) for r in runs]
+    logs = [train(m, d, **how) for m, d, how in zip(models, sets, own, strict=True)]
     return [replace(log, note=f"not together: {outcome}. {log.note}".strip()) for log in logs]
 
 
@@ -122,16 +92,9 @@ def fine_tune_many(
     data: InMemory | Sequence[InMemory],
     *,
     seeds: Sequence[int],
-    epochs: float,
     learning_rate: float | Sequence[float],
-    batch_size: int = 128,
     weight_decay: float | Sequence[float] = 0.0,
-    momentum: float = 0.0,
-    schedule: ScheduleName = "constant",
-    augment: Augment | None = None,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    loss_fn: LossFunction = cross_entropy,
-    compile: Compile = "auto",
+    **options: Unpack[SharedOptions],
 ) -> list[Run]:
     """``fine_tune`` for every run at once: the seeds and arms of an experiment, or many requests.
 
@@ -155,16 +118,9 @@ def fine_tune_many(
         [each.model for each in begun],
         sets,
         seeds=seeds,
-        epochs=epochs,
         learning_rate=learning_rate,
-        batch_size=batch_size,
         weight_decay=weight_decay,
-        momentum=momentum,
-        schedule=schedule,
-        augment=augment,
-        prepare=prepare,
-        loss_fn=loss_fn,
-        compile=compile,
+        **options,
     )
     return [each.end(log) for each, log in zip(begun, logs, strict=True)]
 
@@ -178,34 +134,22 @@ def _spread(name: str, given: Any, single: bool, count: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One of the runs; ``how`` are its options of ``train``."""
+    """One of the runs."""
 
     model: nn.Module
     data: InMemory
-    seed: int
-    how: dict[str, Any]
+    how: Settings
 
     def make_batches(self) -> Batches:
         """The batches of this run from the start, as ``train`` makes them."""
-        names = ("batch_size", "augment", "prepare")
-        given = {name: self.how[name] for name in names}
-        generator = torch.Generator().manual_seed(self.seed)
-        return Batches(self.data.inputs, self.data.targets, generator=generator, **given)
-
-    def make_sgd(self, model: nn.Module) -> Sgd:
-        """The optimizer of this run, for ``model``."""
-        settings = [self.how[name] for name in ("learning_rate", "momentum", "weight_decay")]
-        return Sgd([p for p in model.parameters() if p.requires_grad], *settings)
-
-    def count_steps(self) -> int:
-        return math.ceil(self.how["epochs"] * len(self.make_batches()) - 1e-9)
+        return self.how.make_batches(self.data)
 
 
-def _find_reason(compile: Compile, runs: list[_Run]) -> str:
+def _find_reason(runs: list[_Run]) -> str:
     """Why the runs are not mapped together; nothing if they are as far as is known."""
-    first, *others = runs
-    steps = first.count_steps()
-    if compile is False:
+    (first, *others), how = runs, runs[0].how
+    steps = how.count_steps(len(first.make_batches()))
+    if how.compile is False:
         return "compile=False"
     if not others or steps == 0:
         return "there is one run" if steps > 0 else "there is no step"
@@ -214,15 +158,15 @@ def _find_reason(compile: Compile, runs: list[_Run]) -> str:
     if any(_describe(run.model) != _describe(first.model) for run in others):
         return "the models are of different kinds"
     for run in runs:
-        if note := find_obstacle(run.model, run.make_batches()):
+        if note := find_obstacle(how, run.model, run.make_batches()):
             return note
         pairs = zip(_list_fixed(first.model), _list_fixed(run.model), strict=True)
         if not all(torch.equal(a, b) for a, b in pairs):
             return "the models differ in what is not trained"
     size = sum(p.numel() for p in first.model.parameters())
-    if compile == "auto" and 6 * size * first.how["batch_size"] / 1e11 >= SHORT_STEP:
+    if how.compile == "auto" and 6 * size * how.batch_size / 1e11 >= SHORT_STEP:
         return f"steps with {size} parameters are as fast one by one"
-    if compile == "auto" and STEP * steps * len(runs) < PAYS_AFTER:
+    if how.compile == "auto" and STEP * steps * len(runs) < PAYS_AFTER:
         return f"{len(runs)} runs of {steps} steps do not pay for compiling"
     return ""
 
@@ -251,8 +195,8 @@ class _Joint:
     """The stacked runs and their steps."""
 
     def __init__(self, runs: list[_Run]) -> None:
-        self.runs, self.how, self.steps = runs, runs[0].how, runs[0].count_steps()
-        self.model = copy.deepcopy(runs[0].model)
+        self.runs, self.how, self.length = runs, runs[0].how, len(runs[0].make_batches())
+        self.steps, self.model = self.how.count_steps(self.length), copy.deepcopy(runs[0].model)
         parameters = [dict(run.model.named_parameters()) for run in runs]
         self.names = [name for name, p in parameters[0].items() if p.requires_grad]
         self.start = [torch.stack([p[name].detach() for p in parameters]) for name in self.names]
@@ -266,63 +210,59 @@ class _Joint:
             self._step(stacks, self._make_momenta(), fetched, 0)
         for r, run in enumerate(self.runs):
             model = copy.deepcopy(run.model)
-            sgd = run.make_sgd(model)
-            compute_loss(model, fetched[r], self.how["loss_fn"]).backward()
-            if any(p.grad is None for p in sgd.parameters):
+            parameters = [p for p in model.parameters() if p.requires_grad]
+            compute_loss(model, fetched[r], self.how.loss_fn).backward()
+            if any(p.grad is None for p in parameters):
                 return "a parameter has no part in the loss"
-            sgd.step(schedule_factor(self.how["schedule"], 0, self.steps))
-            for start, stack, p in zip(self.start, stacks, sgd.parameters, strict=True):
+            run.how.make_optimizer(model).step(schedule_factor(self.how.schedule, 0, self.steps))
+            for start, stack, p in zip(self.start, stacks, parameters, strict=True):
                 if not is_close(p.detach() - start[r], stack[r] - start[r]):
                     return "mapped and plain steps differ"
         return ""
 
     def run(self) -> list[TrainingLog]:
         """All steps from the start; then the models get their parameters."""
-        loaders = [run.make_batches() for run in self.runs]
-        cycles, momenta, losses = [Cycle(b) for b in loaders], self._make_momenta(), list[Tensor]()
-        length, seen = len(loaders[0]), 0
+        cycles = [Cycle(run.make_batches()) for run in self.runs]
+        momenta, losses, seen = self._make_momenta(), list[Tensor](), 0
         for t in range(self.steps):
             batches = [cycle.take() for cycle in cycles]
             losses.append(self._step(self.start, momenta, batches, t))
             seen += len(batches[0][1])
-        logs: list[TrainingLog] = []
         for r, run in enumerate(self.runs):
             parameters = dict(run.model.named_parameters())
             with torch.no_grad():
                 for name, stack in zip(self.names, self.start, strict=True):
                     parameters[name].copy_(stack[r])
-            means, diverged = summarise_losses([loss[r] for loss in losses], length)
-            log = TrainingLog(
-                optimizer=run.make_sgd(run.model).describe(),
-                epochs=float(run.how["epochs"]),
-                steps=self.steps,
-                learning_rate=float(run.how["learning_rate"]),
-                batch_size=run.how["batch_size"],
-                schedule=run.how["schedule"],
+        return [
+            make_log(
+                run.how,
+                run.how.make_optimizer(run.model).describe(),
+                [loss[r] for loss in losses],
+                self.length,
+                batch_size=run.how.batch_size,
                 gradient_evaluations=seen,
-                losses=means,
                 compiled=True,
                 note=f"together with {len(self.runs) - 1} others",
-                diverged=diverged,
             )
-            logs.append(log)
-        return logs
+            for r, run in enumerate(self.runs)
+        ]
 
     def _step(
         self, stacks: list[Tensor], momenta: list[Tensor], batches: Sequence[Any], t: int
     ) -> Tensor:
         """Step t of all runs; a batch that is not whole is not worth a second compilation."""
+        assert self.how.loss_fn is not None
         x, y = (torch.stack(parts) for parts in zip(*batches, strict=True))
-        factor = schedule_factor(self.how["schedule"], t, self.steps)
-        numbers = [(factor * r.how["learning_rate"], r.how["weight_decay"]) for r in self.runs]
+        factor = schedule_factor(self.how.schedule, t, self.steps)
+        numbers = [(factor * r.how.learning_rate, r.how.weight_decay) for r in self.runs]
         rates, decays = torch.tensor(numbers, dtype=torch.float64, device=stacks[0].device).T
-        settings = rates, decays, self.how["momentum"], self.how["loss_fn"]
-        step = self._compiled if y.shape[1] == self.how["batch_size"] else _take_step
+        settings = rates, decays, self.how.momentum, self.how.loss_fn
+        step = self._compiled if y.shape[1] == self.how.batch_size else _take_step
         with torch.no_grad():
             return step(self.model, self.names, stacks, momenta, x, y, *settings)
 
     def _make_momenta(self) -> list[Tensor]:
-        return [torch.zeros_like(s) for s in self.start] if self.how["momentum"] != 0 else []
+        return [torch.zeros_like(s) for s in self.start] if self.how.momentum != 0 else []
 
 
 def _take_step(

@@ -64,6 +64,16 @@ def restore_random(state: Mapping[str, Tensor], generator: torch.Generator | Non
         generator.set_state(state["generator"])
 
 
+def derive_seed(purpose: str) -> int:
+    """56 bits that tell one purpose from another.
+
+    >>> derive_seed("order 0") == derive_seed("dropout 0")
+    False
+    """
+    digest = hashlib.sha256(b"expunge/seed\0" + purpose.encode())
+    return int.from_bytes(digest.digest()[:7], "big")
+
+
 @contextmanager
 def draw_apart(text: str) -> Generator[None]:
     """Inside, torch draws numbers that follow from ``text`` alone; outside, as if none were drawn.
@@ -75,7 +85,7 @@ def draw_apart(text: str) -> Generator[None]:
     True
     """
     state = torch.get_rng_state()
-    torch.manual_seed(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big"))
+    torch.manual_seed(derive_seed(text))
     try:
         yield
     finally:
@@ -114,7 +124,8 @@ def find_generators(loader: object) -> list[torch.Generator]:
 
 @contextmanager
 def seeded_random(seed: int, loader: object = None) -> Generator[None]:
-    """Inside, the global state and the loader's own generators follow from ``seed`` alone.
+    """Inside, the global state and the loader's own generators follow from ``seed`` alone, each
+    by a stream of its own.
 
     >>> with seeded_random(3):
     ...     first = torch.rand(1), np.random.rand(), random.random()
@@ -125,8 +136,8 @@ def seeded_random(seed: int, loader: object = None) -> Generator[None]:
     held = [(generator, generator.get_state()) for generator in find_generators(loader)]
     with untouched_random():
         seed_random(seed)
-        for generator, _ in held:
-            generator.manual_seed(seed)
+        for number, (generator, _) in enumerate(held):
+            generator.manual_seed(derive_seed(f"generator {number} of {seed}"))
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.group import Processes
-from expunge.training.batches import Batches, count_examples, count_samples
+from expunge.training.batches import count_examples, count_samples
 
 
 @dataclass(frozen=True)
@@ -118,25 +118,13 @@ class Shares:
         if size == 1:
             counted = ((batch, count_examples(batch)) for batch in self.loader)
             return (Share(batch, count, count) for batch, count in counted)
-        match self.loader:
-            case Batches() as batches if type(batches) is Batches and batches.augment is None:
-                return self._gather_own(batches)
-            case DataLoader() as loader if isinstance(loader.batch_sampler, BatchSampler):
-                if not isinstance(loader.dataset, IterableDataset):
-                    return self._read_own(cast(Any, loader))
-            case _:
-                pass
+        loader = cast(Any, self.loader)
+        by_place = isinstance(loader, DataLoader) and not isinstance(
+            loader.dataset, IterableDataset
+        )
+        if by_place and isinstance(loader.batch_sampler, BatchSampler):
+            return self._read_own(loader)
         return (split_batch(batch, rank, size) for batch in self.loader)
-
-    def _gather_own(self, batches: Batches) -> Iterator[Share]:
-        """Only the rows of this process's share are gathered."""
-        order, n = batches.draw_order(), len(batches.inputs)
-        for first in range(0, len(batches) * batches.batch_size, batches.batch_size):
-            total = min(batches.batch_size, n - first)
-            rank, size = self.processes.rank, self.processes.size
-            start, stop, count = locate_share(total, rank, size)
-            x, y = batches.fetch(order, first + start, first + stop)
-            yield Share((batches.make_ready(x), y), count, total)
 
     def _read_own(self, loader: DataLoader[Any]) -> Iterator[Share]:
         """Only the samples of this process's share are read."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol, cast, runtime_checkable
+from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from expunge.certificates.identifiers import Commitment, commit, opens, read_names
 from expunge.certificates.record import FineTuning, Run, RunRecord
@@ -26,30 +24,20 @@ from expunge.processes.agreement import check_step
 from expunge.processes.group import Processes, is_sharded
 from expunge.processes.weights import hash_weights, list_tensors, to_local
 from expunge.progress import show_progress
-from expunge.training.batches import Augment, Batches, Cycle, count_samples, move_batch
-from expunge.training.compiled import Compile, CompiledLoss, plan_loss, warn_uncompiled
-from expunge.training.losses import LossFunction, compute_loss
-from expunge.training.optimizers import Optimizing, Scheduled, Sgd
-from expunge.training.randomness import draw_apart, seed_random, seeded_random, untouched_random
+from expunge.training.batches import Cycle, count_samples, move_batch
+from expunge.training.compiled import CompiledLoss, plan_loss, warn_uncompiled
+from expunge.training.losses import compute_loss
+from expunge.training.randomness import (
+    derive_seed,
+    draw_apart,
+    seed_random,
+    seeded_random,
+    untouched_random,
+)
+from expunge.training.settings import InMemory, Options, Settings, schedule_factor
 from expunge.training.shares import Shares
 
-ScheduleName = Literal["constant", "one-cycle"]
 OnPass = Callable[[int, float], object]
-MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-# The linear one-cycle schedule: (part of the steps, part of the peak), straight lines in between.
-_ONE_CYCLE = ((0.0, 1 / 25), (0.3, 1.0), (0.85, 1 / 25), (1.0, 1 / 25e4))
-
-
-@runtime_checkable
-class InMemory(Protocol):
-    """Samples in memory: :class:`expunge.tasks.samples.Samples`, or anything with both tensors."""
-
-    @property
-    def inputs(self) -> Tensor: ...
-
-    @property
-    def targets(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -73,52 +61,59 @@ class TrainingLog:
     diverged: int | None = None
 
 
-def summarise_losses(losses: Sequence[Tensor], length: int) -> tuple[tuple[float, ...], int | None]:
-    """The mean loss of each pass of ``length`` steps, and the first step that was not finite.
-
-    >>> summarise_losses([torch.tensor(1.0), torch.tensor(3.0), torch.tensor(torch.nan)], 2)
-    ((2.0, nan), 2)
-    """
-    if len(losses) == 0:
-        return (), None
-    table = torch.stack(list(losses))
-    wrong = torch.nonzero(~torch.isfinite(table)).flatten().tolist()
-    return tuple(float(part.mean()) for part in table.split(length)), next(iter(wrong), None)
+def make_log(
+    how: Settings,
+    optimizer: str,
+    losses: Sequence[Tensor],
+    length: int,
+    *,
+    batch_size: int,
+    gradient_evaluations: int,
+    compiled: bool,
+    note: str,
+) -> TrainingLog:
+    """The log of a training with these losses, one of each step; a pass has ``length`` steps."""
+    means, wrong = (), []
+    if losses:
+        table = torch.stack(list(losses))
+        means = tuple(float(part.mean()) for part in table.split(length))
+        wrong = cast(list[int], torch.nonzero(~torch.isfinite(table)).flatten().tolist())
+    return TrainingLog(
+        optimizer=optimizer,
+        epochs=float(how.epochs),
+        steps=len(losses),
+        learning_rate=float(how.learning_rate),
+        batch_size=batch_size,
+        schedule=how.schedule,
+        gradient_evaluations=gradient_evaluations,
+        losses=means,
+        compiled=compiled,
+        note=note,
+        diverged=wrong[0] if wrong else None,
+    )
 
 
 def train(
     model: nn.Module,
     data: InMemory | Iterable[Any],
     *,
-    epochs: float,
-    learning_rate: float,
-    batch_size: int = 128,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    schedule: ScheduleName = "constant",
-    optimizer: MakeOptimizer | None = None,
-    augment: Augment | None = None,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    loss_fn: LossFunction | None = cross_entropy,
     generator: torch.Generator | None = None,
-    seed: int = 0,
-    compile: Compile = "auto",
     on_pass: OnPass | None = None,
     progress: bool = False,
     processes: Processes | None = None,
+    **options: Unpack[Options],
 ) -> TrainingLog:
     """Train the module's trainable parameters in place, in the train or eval mode it is in.
 
-    ``data`` is in memory (``inputs`` and ``targets``; then ``batch_size``, ``augment`` and
-    ``prepare`` apply, and the order comes from ``generator`` or ``seed``) or any loader.
-    ``optimizer(parameters)`` makes another torch optimizer than SGD; the schedule then scales its
-    own learning rates. ``epochs`` may be a fraction. Dropout draws from ``seed`` too; the global
-    random state is untouched. ``on_pass(passes, mean loss)`` is called after every pass through
-    the data, when the module holds that pass's parameters.
-
-    ``compile`` has the loss of data in memory compiled; the result is the same up to rounding.
-    "auto" does so for long runs of large networks (:mod:`expunge.training.compiled`). Several
-    ``processes`` each take their share of every batch and average their gradients.
+    The options are ``epochs``, ``learning_rate``, ``batch_size`` (128), ``weight_decay``,
+    ``momentum``, ``schedule`` ("constant" or "one-cycle"), ``optimizer``, ``augment``, ``prepare``,
+    ``loss_fn`` (cross-entropy), ``seed`` and ``compile``; what each does is told by
+    :class:`expunge.training.settings.Settings`. ``data`` is in memory (``inputs`` and ``targets``;
+    the order comes from ``generator`` or the seed) or any loader. The global random state is
+    untouched.
+    ``on_pass(passes, mean loss)`` is called after every pass through the data, when the module
+    holds that pass's parameters. Several ``processes`` each take their share of every batch and
+    average their gradients.
 
     >>> model = nn.Linear(2, 2)
     >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -126,20 +121,17 @@ def train(
     >>> log.steps, log.losses[0] > log.losses[-1]
     (3, True)
     """
-    check_numbers(epochs, learning_rate, batch_size, weight_decay, momentum)
-    processes = processes or Processes()
-    loader = _make_loader(data, batch_size, augment, prepare, generator, seed)
+    how, processes = Settings(**options), processes or Processes()
+    loader = how.make_loader(data, generator)
     length = _count_batches(loader)
-    steps = math.ceil(epochs * length - 1e-9)
+    steps = how.count_steps(length)
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise UnlearningError("the model has no trainable parameter; there is nothing to train")
-    optimizing: Optimizing = (
-        Sgd(parameters, learning_rate, momentum, weight_decay)
-        if optimizer is None
-        else Scheduled(optimizer(parameters))
+    optimizing = how.make_optimizer(model)
+    planned = plan_loss(
+        how if processes.alone else replace(how, compile=False), model, loader, steps
     )
-    planned = plan_loss(compile if processes.alone else False, model, loader, loss_fn, steps)
     cycle, device, sharded = (
         Cycle(Shares(loader, processes)),
         parameters[0].device,
@@ -147,43 +139,39 @@ def train(
     )
     losses, evaluations = list[Tensor](), 0
     with untouched_random():
-        seed_random(seed)
+        seed_random(derive_seed(f"training {how.seed}"))
         optimizing.clear()
         for t in show_progress(range(steps), steps, "training", progress and processes.leads):
             share = cycle.take()
             batch = move_batch(share.batch, device)
-            with _work_apart(processes, seed, t):
+            with _work_apart(processes, how.seed, t):
                 if isinstance(planned, CompiledLoss):
                     loss = planned(batch)
                 else:
-                    loss = compute_loss(model, batch, loss_fn)
+                    loss = compute_loss(model, batch, how.loss_fn)
                 scale = share.weight * (processes.size if sharded else 1)
                 (loss if scale == 1 else loss * scale).backward()
             if not (sharded or processes.alone):
                 _average(parameters, processes)
-            optimizing.step(schedule_factor(schedule, t, steps))
+            optimizing.step(schedule_factor(how.schedule, t, steps))
             losses.append(loss.detach())
             evaluations += share.total
             if on_pass is not None and ((t + 1) % length == 0 or t + 1 == steps):
                 passed = t // length * length
                 on_pass(t // length + 1, float(torch.stack(losses[passed:]).mean()))
     note = planned.note if isinstance(planned, CompiledLoss) else planned
-    if isinstance(planned, CompiledLoss) and note and compile is True:
+    if isinstance(planned, CompiledLoss) and note and how.compile is True:
         warn_uncompiled(note)
     given = getattr(loader, "batch_size", None)
-    means, diverged = summarise_losses(losses, length)
-    return TrainingLog(
-        optimizer=optimizing.describe(),
-        epochs=float(epochs),
-        steps=steps,
-        learning_rate=float(learning_rate),
+    return make_log(
+        how,
+        optimizing.describe(),
+        losses,
+        length,
         batch_size=given if isinstance(given, int) else math.ceil(evaluations / max(steps, 1)),
-        schedule=schedule,
         gradient_evaluations=evaluations,
-        losses=means,
         compiled=isinstance(planned, CompiledLoss) and not note,
         note=note,
-        diverged=diverged,
     )
 
 
@@ -209,23 +197,12 @@ def fine_tune(
     run: Run,
     data: InMemory | Iterable[Any],
     *,
-    epochs: float,
-    learning_rate: float,
-    batch_size: int = 128,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    schedule: ScheduleName = "constant",
-    optimizer: MakeOptimizer | None = None,
-    augment: Augment | None = None,
-    prepare: Callable[[Tensor], Tensor] | None = None,
-    loss_fn: LossFunction | None = cross_entropy,
-    seed: int = 0,
-    compile: Compile = "auto",
-    on_pass: OnPass | None = None,
     ids: Iterable[str | int] | None = None,
     forget_ids: Iterable[str | int] | None = None,
+    on_pass: OnPass | None = None,
     progress: bool = False,
     processes: Processes | None = None,
+    **options: Unpack[Options],
 ) -> Run:
     """Train a copy of ``run.model`` on retained data and write it into the record.
 
@@ -243,26 +220,15 @@ def fine_tune(
     >>> tuned.record.finetune.optimizer, tuned.record.finetune.steps
     ('SGD', 2)
     """
-    tuning = begin_fine_tuning(run, data, ids, forget_ids, processes or Processes())
-    with seeded_random(seed, data):
+    tuning = begin_fine_tuning(run, data, ids, forget_ids, processes)
+    with seeded_random(options.get("seed", 0), data):
         log = train(
             tuning.model,
             data,
-            epochs=epochs,
-            learning_rate=learning_rate,
-            batch_size=batch_size,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            schedule=schedule,
-            optimizer=optimizer,
-            augment=augment,
-            prepare=prepare,
-            loss_fn=loss_fn,
-            seed=seed,
-            compile=compile,
             on_pass=on_pass,
             progress=progress,
             processes=tuning.processes,
+            **options,
         )
     return tuning.end(log)
 
@@ -375,6 +341,41 @@ def read_retained(
     return names
 
 
+@dataclass(frozen=True)
+class Sets:
+    """Who is forgotten and who is retained, as far as identifiers are known.
+
+    ``checked``: both are known, one for each sample, and have none in common.
+    """
+
+    forgotten: frozenset[str] | None
+    retained: tuple[str, ...] | None
+    forget: Commitment | None
+    retain: Commitment | None
+    checked: bool
+
+    def describe(self) -> dict[str, Any]:
+        """What the record says of them."""
+        return {"forget": self.forget, "retain": self.retain, "checked": self.checked}
+
+
+def read_sets(
+    data: object,
+    forget_ids: Iterable[str | int] | None,
+    retain_ids: Iterable[str | int] | None,
+) -> Sets:
+    """The identifiers of a request, and of the retained ``data``."""
+    gone = read_request(forget_ids)
+    kept = read_retained(data, retain_ids, gone)
+    return Sets(
+        forgotten=None if gone is None else frozenset(gone),
+        retained=kept,
+        forget=None if gone is None else commit(gone),
+        retain=None if kept is None else commit(kept),
+        checked=None not in (gone, kept, count_samples(data)),
+    )
+
+
 def check_trained(model: nn.Module, log: TrainingLog, doing: str) -> None:
     """Refuse a model that training drove out of the numbers."""
     for name, tensor in list_tensors(model).items():
@@ -411,48 +412,6 @@ def _hash_fixed(model: nn.Module, record: RunRecord, processes: Processes) -> di
     return {name: hash_weights({name: tensor}, processes) for name, tensor in chosen.items()}
 
 
-def schedule_factor(schedule: ScheduleName, step: int, steps: int) -> float:
-    """The part of the peak learning rate at ``step`` of ``steps``.
-
-    Linear one-cycle: from 1/25 up to 1 at 30 % of the steps, down to 1/25 at 85 %, then to nothing.
-
-    >>> [round(schedule_factor("one-cycle", t, 10), 3) for t in (0, 3, 9)]
-    [0.04, 1.0, 0.027]
-    """
-    if schedule == "constant":
-        return 1.0
-    if schedule != "one-cycle":
-        raise InputError.of("schedule", schedule, "'constant' or 'one-cycle'")
-    u = step / max(steps, 1)
-    for (a, low), (b, high) in itertools.pairwise(_ONE_CYCLE):
-        if u <= b:
-            return low + (high - low) * (u - a) / (b - a)
-    return _ONE_CYCLE[-1][1]
-
-
-def _make_loader(
-    data: InMemory | Iterable[Any],
-    batch_size: int,
-    augment: Augment | None,
-    prepare: Callable[[Tensor], Tensor] | None,
-    generator: torch.Generator | None,
-    seed: int,
-) -> Iterable[Any]:
-    if isinstance(data, Batches) or not isinstance(data, InMemory):
-        if augment is not None or prepare is not None:
-            raise InputError("augment and prepare are for samples in memory; data is a loader")
-        return data
-    generator = torch.Generator().manual_seed(seed) if generator is None else generator
-    return Batches(
-        data.inputs,
-        data.targets,
-        batch_size=batch_size,
-        generator=generator,
-        augment=augment,
-        prepare=prepare,
-    )
-
-
 def _count_batches(loader: Iterable[Any]) -> int:
     try:
         length = len(cast(Any, loader))
@@ -461,20 +420,3 @@ def _count_batches(loader: Iterable[Any]) -> int:
     if length == 0:
         raise InputError("data is empty; it must yield at least one batch")
     return length
-
-
-def check_numbers(
-    epochs: float, learning_rate: float, batch_size: int, weight_decay: float, momentum: float
-) -> None:
-    """Refuse settings that no training can have."""
-    numbers = {
-        "epochs": epochs,
-        "learning_rate": learning_rate,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-    }
-    for name, value in numbers.items():
-        if not 0 <= value < math.inf:
-            raise InputError.of(name, value, "a finite number >= 0")
-    if batch_size != int(batch_size) or batch_size < 1:
-        raise InputError.of("batch_size", batch_size, "a whole number >= 1")
