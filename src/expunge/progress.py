@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
@@ -71,15 +70,3 @@ def show_progress(
         for item in items:
             bar.update(item)
             yield item
-
-
-def describe_seconds(seconds: float) -> str:
-    """A length of time as people say it.
-
-    >>> [describe_seconds(s) for s in (0.2, 59, 61, 7000, 200_000)]
-    ['1 s', '59 s', '2 min', '2 h', '3 days']
-    """
-    for unit, length, most in (("s", 1, 60), ("min", 60, 60), ("h", 3600, 48)):
-        if seconds <= most * length:
-            return f"{max(math.ceil(seconds / length), 1)} {unit}"
-    return f"{math.ceil(seconds / 86400)} days"

@@ -7,15 +7,9 @@ import pytest
 
 from expunge.cli.jobs import TEMPLATES, write_template
 from expunge.errors import InputError
-from expunge.jobs.jobfile import (
-    RUNNABLE,
-    TABLES,
-    MethodTable,
-    PlanTable,
-    find_lines,
-    read_job,
-)
-from expunge.jobs.methods import settle
+from expunge.jobs.jobfile import find_lines, read_job
+from expunge.jobs.methods import Settled, settle
+from expunge.jobs.tables import RUNNABLE, TABLES, MethodTable, PlanTable
 
 VALID = """\
 [model]
@@ -256,6 +250,11 @@ def test_lines_are_found_where_values_span_several(folder: Path) -> None:
     }  # fmt: skip
 
 
+def settle_job(path: Path, parameters: int) -> Settled:
+    job = read_job(path).job
+    return settle(job.method, job.target, parameters)
+
+
 @pytest.mark.parametrize("name", [*RUNNABLE, "plan"])
 def test_the_settled_recipe_meets_the_target_on_a_real_machine(folder: Path, name: str) -> None:
     parameters = {
@@ -269,7 +268,7 @@ def test_the_settled_recipe_meets_the_target_on_a_real_machine(folder: Path, nam
     method = f'[method]\nname = "{name}"\n{parameters}\n'
     path = folder / "job.toml"
     path.write_text(VALID[:start] + method + VALID[end:])
-    settled = settle(read_job(path).job, 5000)
+    settled = settle_job(path, 5000)
     assert 0.99 < settled.guarantee.epsilon <= 1.0
     assert settled.guarantee.delta == 1e-5
     assert settled.calibrated == (name != "plan")
@@ -281,7 +280,7 @@ def test_more_releases_need_more_noise(folder: Path) -> None:
     noise = []
     for releases in (1, 4):
         path.write_text(VALID.replace("delta = 1e-5", f"delta = 1e-5\nreleases = {releases}"))
-        noise.append(settle(read_job(path).job, 100).recipe.noise_std)
+        noise.append(settle_job(path, 100).recipe.noise_std)
     assert noise[1] == pytest.approx(2 * noise[0], rel=1e-4)
 
 
@@ -290,7 +289,7 @@ def test_the_planner_takes_the_method_asked_for(folder: Path) -> None:
     for choice in RUNNABLE:
         method = f'[method]\nname = "plan"\nchoose = "{choice}"\n'
         (folder / "job.toml").write_text(VALID[:start] + method + VALID[end:])
-        settled = settle(read_job(folder / "job.toml").job, 100)
+        settled = settle_job(folder / "job.toml", 100)
         assert [c.method for c in settled.plan.candidates if c.recipe == settled.recipe] == [choice]
 
 

@@ -1,9 +1,6 @@
 """Jobs from job.toml to a verified directory, and what they measure and tell on the way."""
 
-import importlib.machinery
 import json
-import sys
-import types
 from importlib.metadata import version
 from pathlib import Path
 
@@ -218,36 +215,6 @@ def test_a_callback_hears_of_everything_and_may_fail(
     verify(tmp_path / "two" / "certificate.json")
 
 
-def test_tensorboard_gets_scalars_if_it_is_there_and_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scalars: list[tuple[str, float, int]] = []
-
-    class Writer:
-        def __init__(self, folder: str) -> None:
-            assert folder == str(tmp_path / "logs")
-
-        def add_scalar(self, name: str, value: float, step: int) -> None:
-            scalars.append((name, value, step))
-
-        def close(self) -> None:
-            scalars.append(("closed", 0.0, 0))
-
-    path = write_job(tmp_path, output={"tensorboard": "logs"})
-    with pytest.raises(InputError, match="which needs the package tensorboard"):
-        run_job(path)
-    stub = types.ModuleType("tensorboard")
-    stub.__spec__ = importlib.machinery.ModuleSpec("tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard", stub)
-    home = types.SimpleNamespace(SummaryWriter=Writer)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", home)
-    run_job(path)
-    names = {name for name, _, _ in scalars}
-    assert {"noisy step/gradient_norm", "noisy step/noise_norm", "fine-tuning/loss"} <= names
-    assert [step for name, _, step in scalars if name == "noisy step/noise_norm"] == [1, 2, 3, 4]
-    assert scalars[-1][0] == "closed"
-
-
 def test_doctor_and_version_tell_what_matters() -> None:
     shown = call("--version").stdout
     assert shown.startswith("expunge ")
@@ -255,8 +222,7 @@ def test_doctor_and_version_tell_what_matters() -> None:
     found = json.loads(call("doctor", "--json").stdout)
     assert found["good"] is True
     assert found["versions"]["torch"] == version("torch")
-    assert found["parameters_per_second"] > 0
-    assert found["findings"].keys() >= {"system", "versions", "noise", "disk", "noisy step"}
+    assert found["findings"].keys() >= {"system", "versions", "noise", "disk"}
 
 
 def test_the_shell_completes_commands() -> None:

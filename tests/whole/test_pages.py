@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expunge.jobs.jobfile import TABLES, PlanTable
+from expunge.jobs.tables import TABLES, PlanTable
 from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_commands
 
 ROOT = Path(__file__).parents[2]

@@ -14,9 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 from expunge.accounting.calibration import calibrate
@@ -25,6 +23,7 @@ from expunge.accounting.precision import NoisyRecipe
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.record import Run
 from expunge.certificates.verification import verify
+from expunge.cli.text import SETS, print_table
 from expunge.jobs.directory import check_free, write_run
 from expunge.noisy.run import unlearn
 from expunge.recipes import GradientClipping
@@ -101,7 +100,7 @@ class Story:
         cost = run.record.gradient_evaluations + (tuned.gradient_evaluations if tuned else 0)
         last = next(row for row in reversed(self.rows) if row["arm"] == arm)
         facts = {"epsilon": cert.epsilon, "delta": cert.delta, "gradient_evaluations": cost}
-        return {"arm": arm} | facts | {name: last[name] for name in ("retain", "forget", "test")}
+        return {"arm": arm} | facts | {name: last[name] for name in SETS}
 
 
 def run_demo(out: str | Path, sign: str | Path | None = None) -> None:
@@ -130,7 +129,7 @@ def run_demo(out: str | Path, sign: str | Path | None = None) -> None:
         "stages": story.rows,
         "arms": [story.sum_up(arm, run, certificates[arm]) for arm, run in runs.items()],
     }
-    _print_rows(console, story.rows)
+    _print_rows(story.rows)
     for (arm, run), folder in zip(runs.items(), (target, target / "public-centre"), strict=True):
         cert, told = certificates[arm], metrics | {"arm": arm}
         write_run(folder, model=run.model, record=run.record, certificate=cert, metrics=told)
@@ -173,17 +172,15 @@ def _answer_around_public_centre(story: Story, old: nn.Module) -> Run:
     return story.answer(old, recipe, "around public centre", centre=public.state_dict())
 
 
-def _print_rows(console: Console, rows: list[dict[str, Any]]) -> None:
-    table = Table(box=SIMPLE, title="accuracy in %", title_justify="left", pad_edge=False)
-    for name in ("", "stage", "retained", "forgotten", "test"):
-        table.add_column(name, justify="left" if name in ("", "stage") else "right", no_wrap=True)
-    last = None
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    shown, last = list[tuple[str, ...]](), None
     for row in rows:
         arm = "centre control" if row["arm"] == "centre" else row["arm"]
-        values = [f"{100 * row[k]:.1f}" for k in ("retain", "forget", "test")]
-        table.add_row("" if arm == last else arm, row["stage"], *values)
+        values = [f"{100 * row[k]:.1f}" for k in SETS]
+        shown.append(("" if arm == last else arm, row["stage"], *values))
         last = arm
-    console.print(table)
+    names = ("", "stage", "retained", "forgotten", "test")
+    print_table(names, shown, left=2, title="accuracy in %", pad_edge=False)
 
 
 def _print_moral(console: Console, cert: Certificate, target: Path, seconds: float) -> None:

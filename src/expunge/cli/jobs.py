@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from expunge.cli.text import AsJson, format_up, print_json
+from expunge.cli.text import AsJson, describe_scores, format_up, print_json
 from expunge.errors import InputError
 from expunge.files import write_atomic
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["plain", "lora"]
 TEMPLATES = Path(__file__).parent / "templates"
-FILES = ("job.toml", "own.py", "forget.txt")
-SETS = ("retain", "forget", "test")
+FILES = {"job.toml": "job.toml", "own.py": "own.py.txt", "forget.txt": "forget.txt"}
 TO_DO = {"finished": "done before", "unfinished": "to go on with", "new": "to do"}
 
 
@@ -120,20 +119,20 @@ def _run(job: Path, out: Path | None, resume: bool, accept_unchecked: bool) -> F
     from expunge.jobs.run import run_job
     from expunge.processes.stopping import Stopped
 
+    options: dict[str, Any] = {"out": out, "resume": resume, "accept_unchecked": accept_unchecked}
     try:
         with _logging_to_stderr():
-            return run_job(
-                job, out=out, resume=resume, progress=True, accept_unchecked=accept_unchecked
-            )
+            return run_job(job, progress=True, **options)
     except Stopped as stop:
+        launch = "torchrun … -m " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+        place = "" if out is None else f" --out {out}"
+        again = (
+            f"what is done is saved\n  go on with: {launch}expunge unlearn {job}{place} --resume"
+        )
         if not _follows():
-            launch = "torchrun … -m " if os.environ.get("WORLD_SIZE", "1") != "1" else ""
-            place = "" if out is None else f" --out {out}"
-            saved = "what is done is saved" if stop.saved else "nothing was written"
-            typer.echo(f"expunge: {stop}; {saved}", err=True)
-            if stop.saved:
-                again = f"{launch}expunge unlearn {job}{place} --resume"
-                typer.echo(f"  go on with: {again}", err=True)
+            typer.echo(
+                f"expunge: {stop}; {again if stop.saved else 'nothing was written'}", err=True
+            )
         sys.exit(stop.exit_code)
 
 
@@ -152,9 +151,7 @@ def _print_finished(done: Finished, as_json: bool) -> None:
     )
     last = {row["arm"]: row for row in done.metrics["stages"]}
     for row in last.values():
-        shares = [f"{n} {100 * row[n]:.1f} %" for n in SETS if row.get(n) is not None]
-        losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in SETS if f"{n}_loss" in row]
-        typer.echo(f"  {row['arm']}, {row['stage']}: " + ", ".join(shares or losses))
+        typer.echo(f"  {row['arm']}, {row['stage']}: {describe_scores(row)}")
     for warning in certificate.warnings:
         typer.echo(f"  {warning}")
     typer.echo(f"  check it with: expunge verify {shown}")
@@ -186,7 +183,6 @@ def _unlearn_folder(
 ) -> None:
     """Run what is left of the directory, then the table. Exit 0 all done, 1 some failed."""
     from expunge.jobs.folder import check_folder, run_folder
-    from expunge.processes.stopping import Stopped
 
     if dry_run:
         jobs = check_folder(folder, out=out)
@@ -195,15 +191,19 @@ def _unlearn_folder(
     try:
         outcomes = run_folder(folder, out=out, pool=pool, progress=True)
     except KeyboardInterrupt as stop:
-        typer.echo(
-            f"expunge: {stop if isinstance(stop, Stopped) else 'stopped'}; finished runs are "
-            "complete, and the same command goes on with the others",
-            err=True,
-        )
-        sys.exit(stop.exit_code if isinstance(stop, Stopped) else 130)
+        again = "finished runs are complete, and the same command goes on with the others"
+        typer.echo(f"expunge: {str(stop) or 'stopped'}; {again}", err=True)
+        sys.exit(getattr(stop, "exit_code", 130))
     failed = [o.name for o in outcomes.values() if o.error is not None]
     if as_json:
-        print_json(summarise(folder, outcomes))
+        print_json(
+            {
+                "directory": str(folder),
+                "done": len(outcomes) - len(failed),
+                "failed": len(failed),
+                "jobs": [_list_facts(o) for o in outcomes.values()],
+            }
+        )
     else:
         typer.echo("\n".join(make_table(outcomes)))
     if failed:
@@ -212,20 +212,9 @@ def _unlearn_folder(
         sys.exit(1)
 
 
-def summarise(folder: Path, outcomes: Mapping[str, Outcome]) -> dict[str, Any]:
-    """What ``--json`` prints: the counts, and the facts of every job."""
-    jobs = list[dict[str, Any]]()
-    for name, o in outcomes.items():
-        head = {"job": name, "status": _tell_status(o), "error": o.error}
-        facts = {k: v for k, v in (o.value or {}).items() if k != "told"}
-        jobs.append(head | facts | {"seconds": round(o.seconds, 3)})
-    failed = sum(o.error is not None for o in outcomes.values())
-    return {
-        "directory": str(folder),
-        "done": len(outcomes) - failed,
-        "failed": failed,
-        "jobs": jobs,
-    }
+def _list_facts(outcome: Outcome) -> dict[str, Any]:
+    head = {"job": outcome.name, "status": _tell_status(outcome), "error": outcome.error}
+    return head | (outcome.value or {}) | {"seconds": round(outcome.seconds, 3)}
 
 
 def make_table(outcomes: Mapping[str, Outcome]) -> list[str]:
@@ -241,28 +230,18 @@ def make_table(outcomes: Mapping[str, Outcome]) -> list[str]:
     """
     rows = [("job", "epsilon", "delta", "accuracy", "status")]
     for name, o in outcomes.items():
-        status = _tell_status(o) + (f": {o.error}" if o.error is not None else "")
         if o.value is None:
-            rows.append((name, "-", "-", "-", status))
-        else:
-            epsilon, delta = format_up(o.value["epsilon"], 6), f"{o.value['delta']:g}"
-            rows.append((name, epsilon, delta, _tell_accuracy(o.value), status))
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+            rows.append((name, "-", "-", "-", f"{_tell_status(o)}: {o.error}"))
+            continue
+        scores = describe_scores(o.value, ["test"]) or describe_scores(o.value, ["retain"]) or "-"
+        guarantee = format_up(o.value["epsilon"], 6), f"{o.value['delta']:g}"
+        rows.append((name, *guarantee, scores, _tell_status(o)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    a, b, c, d, _ = widths
     return [
-        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  "
-        f"{row[3]:<{widths[3]}}  {row[4]}"
-        for row in rows
+        f"{name:<{a}}  {epsilon:>{b}}  {delta:>{c}}  {scores:<{d}}  {status}"
+        for name, epsilon, delta, scores, status in rows
     ]
-
-
-def _tell_accuracy(facts: Mapping[str, Any]) -> str:
-    """On the test set if there is one, else on what was kept; a loss where there are no classes."""
-    for name in ("test", "retain"):
-        if facts.get(name) is not None:
-            return f"{name} {100 * facts[name]:.1f} %"
-        if facts.get(f"{name}_loss") is not None:
-            return f"{name} loss {facts[f'{name}_loss']:.4g}"
-    return "-"
 
 
 def _tell_status(outcome: Outcome) -> str:
@@ -285,26 +264,21 @@ def _print_states(jobs: list[FolderJob]) -> None:
 def write_template(folder: str | Path, kind: Kind = "plain") -> list[Path]:
     """Write job.toml, own.py and forget.txt; refuse if any of them is there already.
 
+    Python is kept as text in the package, so that no tool takes it for a part of it.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     [path.name for path in write_template(folder)]
     ['job.toml', 'own.py', 'forget.txt']
     """
     target = Path(folder)
-    paths = [target / name for name in FILES]
-    taken = [path for path in paths if path.exists()]
+    taken = [target / name for name in FILES if (target / name).exists()]
     if taken:
         raise InputError(f"{taken[0]} exists already; nothing was written, name another folder")
-    texts = [_read(kind, name) for name in FILES]
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for path, text in zip(paths, texts, strict=True):
-            write_atomic(path, text)
+        for name, file in FILES.items():
+            write_atomic(target / name, (TEMPLATES / kind / file).read_bytes())
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}") from None
-    return paths
-
-
-def _read(kind: Kind, name: str) -> bytes:
-    """A template; Python is kept as text, so that no tool takes it for a part of the package."""
-    return (TEMPLATES / kind / (f"{name}.txt" if name.endswith(".py") else name)).read_bytes()
+    return [target / name for name in FILES]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from expunge.recipes import Guarantee, Recipe
 
 ComparedTo = Annotated[str, typer.Option(help="retrained or centre.")]
+SETS = ("retain", "forget", "test")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -25,21 +27,24 @@ def print_json(data: dict[str, Any]) -> None:
 
 def print_preview(found: Preview) -> None:
     """The plan if there is one, the recipe and its certificate, and what it will cost."""
-    if found.plan is not None:
-        print_plan(found.plan)
+    import torch
+
+    settled = found.settled
+    how = "calibrated to the target" if settled.calibrated else "as given"
+    if settled.plan is not None:
+        print_plan(settled.plan)
         print()
-    print_guarantee(found.recipe, found.guarantee)
-    how = "calibrated to the target" if found.calibrated else "as given"
-    how = how if found.plan is None else "planned: of the candidates, most can survive in it"
-    print(f"  The recipe is {how}; finite precision on {found.parameters:,} parameters is counted.")
-    print()
-    print(f"  {found.retain:,} samples are kept and {found.forget:,} forgotten.")
+        how = "planned: of the candidates, most can survive in it"
+    print_guarantee(settled.recipe, settled.guarantee)
+    threads = torch.get_num_threads()
     print(
+        f"  The recipe is {how}; finite precision on {found.parameters:,} parameters is counted.\n"
+        f"\n  {found.retain:,} samples are kept and {found.forget:,} forgotten.\n"
         f"  {found.steps:,} noisy steps see {found.gradient_evaluations:,} examples, fine-tuning "
         f"{found.finetune_gradient_evaluations:,}: about {found.seconds:,.1f} s here "
-        f"({_count_threads()})."
+        f"({threads} thread{'' if threads == 1 else 's'}).\n"
+        f"  It would write {found.directory}; this was a dry run and wrote nothing."
     )
-    print(f"  It would write {found.directory}; this was a dry run and wrote nothing.")
 
 
 COMPARISONS = {
@@ -76,6 +81,33 @@ def format_up(value: float | None, digits: int = 8) -> str:
     return f"{float(context.create_decimal(repr(value))):.{digits}g}"
 
 
+def describe_scores(row: Mapping[str, Any], names: Iterable[str] = SETS) -> str:
+    """The accuracies of a row of measurements; its losses where there are no classes.
+
+    >>> describe_scores({"test": 0.913}), describe_scores({"test": None, "test_loss": 0.5})
+    ('test 91.3 %', 'test loss 0.5')
+    """
+    shares = [f"{n} {100 * row[n]:.1f} %" for n in names if row.get(n) is not None]
+    losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in names if row.get(f"{n}_loss") is not None]
+    return ", ".join(shares or losses)
+
+
+def print_table(
+    names: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, **looks: Any
+) -> None:
+    """A table without frames, of which the first ``left`` columns are aligned to the left."""
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE, title_justify="left", show_header=any(names), **looks)
+    for i, name in enumerate(names):
+        table.add_column(name, justify="left" if i < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
 def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool = False) -> None:
     """The recipe and what it certifies, as two small tables or as one object."""
     from expunge.accounting.guarantee import guarantee_to_dict
@@ -84,61 +116,45 @@ def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool = False) -> 
     if as_json:
         print_json(guarantee_to_dict(recipe, found))
         return
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    made = Table(
-        title=to_dict(recipe)["method"], box=SIMPLE, show_header=False, title_justify="left"
-    )
-    for key, value in to_dict(recipe).items():
-        if key != "method" and value is not None:
-            made.add_row(key, format_exact(value))
-    console.print(made)
-    table = Table(box=SIMPLE, title="certifies", title_justify="left")
-    for name in ("compared to", "epsilon", "delta", "mu"):
-        table.add_column(name, overflow="fold")
-    for name, bound in (("retrained", found.retrained), ("centre", found.centre)):
-        if bound is not None:
-            mark = " ←" if name == found.compared_to else ""
-            numbers = map(format_up, (bound.epsilon, bound.delta, bound.mu))
-            table.add_row(name + mark, *numbers)
-    console.print(table)
+    given = {
+        key: format_exact(value) for key, value in to_dict(recipe).items() if value is not None
+    }
+    print_table(("", ""), list(given.items())[1:], left=2, title=given["method"])
+    bounds = {"retrained": found.retrained, "centre": found.centre}
+    rows = [
+        (
+            name + (" ←" if name == found.compared_to else ""),
+            *map(format_up, (bound.epsilon, bound.delta, bound.mu)),
+        )
+        for name, bound in bounds.items()
+        if bound is not None
+    ]
+    print_table(("compared to", "epsilon", "delta", "mu"), rows, left=4, title="certifies")
     for name, meaning in COMPARISONS.items():
         if name == "centre" and isinstance(recipe, ModelClipping):
             meaning = "the same run with nothing but the public centre before its first noise"
         if name == "retrained" or found.centre is not None:
-            console.print(f"  {name}: indistinguishable from {meaning}")
-    console.print(f"  by {found.theorem}")
+            _echo(f"  {name}: indistinguishable from {meaning}")
+    _echo(f"  by {found.theorem}")
     if found.survival_bound is not None:
-        console.print(
+        _echo(
             f"  survival bound {format_up(found.survival_bound, 6)}: no event about the new model "
             "differs by more in probability from runs that never saw the old model"
         )
     if math.isinf(found.epsilon):
-        console.print("  This is no guarantee: epsilon is infinite.")
+        _echo("  This is no guarantee: epsilon is infinite.")
 
 
 def print_plan(found: Plan) -> None:
     """One row per candidate, then the advice."""
-    from rich.box import SIMPLE
-    from rich.console import Console
-    from rich.table import Table
-
     from expunge.recipes import to_dict
 
-    console = Console(highlight=False)
-    console.print(
+    _echo(
         f"target epsilon = {found.epsilon:g}, delta = {found.delta:g}; {found.parameters:,} "
         f"parameters; noise left in each weight {found.scale:.4g}"
     )
-    table = Table(box=SIMPLE, pad_edge=False)
-    names = ("method", "T", "σ", "‖noise‖", "‖kept‖", "examples", "survives")
-    for name in names:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
-    for candidate in found.candidates:
-        table.add_row(
+    rows = [
+        (
             candidate.method,
             str(candidate.steps),
             f"{candidate.noise_per_step:.4g}",
@@ -147,17 +163,20 @@ def print_plan(found: Plan) -> None:
             f"{candidate.gradient_evaluations:,}",
             f"≤ {100 * candidate.survival_bound:.1f} %",
         )
-    console.print(table)
+        for candidate in found.candidates
+    ]
+    names = ("method", "T", "σ", "‖noise‖", "‖kept‖", "examples", "survives")
+    print_table(names, rows, pad_edge=False)
     for candidate in found.candidates:
         fields = to_dict(candidate.recipe)
         values = [f"{k}={format_exact(v)}" for k, v in fields.items() if v and k != "method"]
         if values:
-            console.print(f"  {candidate.method}: " + ", ".join(values))
-    console.print("\n" + found.advice)
+            _echo(f"  {candidate.method}: " + ", ".join(values))
+    _echo("\n" + found.advice)
 
 
-def _count_threads() -> str:
-    import torch
+def _echo(text: str) -> None:
+    """A paragraph, wrapped at the width of the terminal."""
+    from rich.console import Console
 
-    threads = torch.get_num_threads()
-    return "1 thread" if threads == 1 else f"{threads} threads"
+    Console(highlight=False).print(text)

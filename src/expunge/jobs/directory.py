@@ -22,7 +22,7 @@ from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
 from expunge.errors import CertificateError, InputError, RunError, UnlearningError
 from expunge.files import hold_lock, read_limited, to_plain, write_atomic
-from expunge.jobs.jobfile import JobFile
+from expunge.jobs.jobfile import JobFile, list_files
 from expunge.processes.stopping import Stopped
 from expunge.reports.page import write_report
 
@@ -200,7 +200,7 @@ def _check_identity(work: Path, given: Mapping[str, Any]) -> None:
 # What says where and how a run is done, and nothing about what comes out.
 WHERE = {
     "data": {"workers"},
-    "output": {"dir", "title", "checkpoint_seconds", "tensorboard", "callback"},
+    "output": {"dir", "title", "checkpoint_seconds", "callback"},
 }
 
 
@@ -214,7 +214,7 @@ def hash_job(made: JobFile, known: dict[Path, str] | None = None) -> str:
     known = {} if known is None else known
     tables = made.job.model_dump(mode="json", exclude=cast(Any, WHERE))
     files = dict[str, str]()
-    for key, name in made.list_files():
+    for key, name in list_files(made.job):
         if key != ("output", "sign"):
             path = made.locate(name)
             if path not in known:

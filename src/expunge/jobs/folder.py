@@ -7,12 +7,11 @@ job. Everything else follows from what is on disk, so a call after a crash does 
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 import sys
-from collections.abc import Generator, Iterable, Mapping
-from contextlib import chdir, closing, contextmanager, nullcontext, redirect_stdout
+from collections.abc import Iterable, Mapping
+from contextlib import chdir, closing, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,11 +69,9 @@ def run_folder(
         closing(perform(run_one, left, pool, kept=len(found), progress=progress)) as outcomes,
     ):
         for outcome, bar in outcomes:
-            ended = found[outcome.name] = _check_visible(outcome)
-            told = [f"{ended.name}: {line}" for line in (ended.value or {}).get("told", ())]
-            for line in (*shared, *told):
-                bar.tell(line)
-            shared = []
+            found[outcome.name] = _check_visible(outcome)
+            while shared:
+                bar.tell(shared.pop())
     return {job.name: found[job.name] for job in jobs}
 
 
@@ -162,11 +159,7 @@ def run_one(argument: Mapping[str, str]) -> dict[str, Any]:
     from expunge.jobs.run import run_job
 
     made, target, home = read_job(argument["job"]), Path(argument["target"]), argument["home"]
-    heard = list[str]()
-    with (
-        chdir(home) if Path(home).is_dir() else nullcontext(),
-        _hearing(heard),
-    ):
+    with chdir(home) if Path(home).is_dir() else nullcontext():
         state = find_state(made, target)
         if state == "unfinished" and not (workspace_of(target) / "run.json").exists():
             shutil.rmtree(workspace_of(target))
@@ -175,7 +168,7 @@ def run_one(argument: Mapping[str, str]) -> dict[str, Any]:
             run_job(made.path, out=target, resume=state == "unfinished")
             verify(target / "certificate.json", record=target / "record.json")
         _remove_leftovers(target)
-    return read_facts(target) | {"told": heard}
+    return read_facts(target)
 
 
 def read_facts(target: Path) -> dict[str, Any]:
@@ -239,24 +232,3 @@ def _remove_leftovers(target: Path) -> None:
     for draft in target.parent.glob(f".{target.name}.*.tmp"):
         if re.fullmatch(r"[0-9a-f]{16}", draft.name.split(".")[-2]):
             shutil.rmtree(draft, ignore_errors=True)
-
-
-@contextmanager
-def _hearing(heard: list[str]) -> Generator[None]:
-    """Keep the warnings of a run, and let nothing else of it be printed."""
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    log, keeper = logging.getLogger("expunge"), Keeper(logging.WARNING)
-    before, passed = log.level, log.propagate
-    log.addHandler(keeper)
-    log.setLevel(logging.WARNING)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(keeper)
-        log.setLevel(before)
-        log.propagate = passed

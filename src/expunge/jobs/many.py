@@ -28,11 +28,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from expunge.errors import ExpungeError, InputError, describe_error
 from expunge.files import hold_lock, write_atomic
-from expunge.progress import Bar, describe_seconds
+from expunge.progress import Bar
 
 LOG = logging.getLogger("expunge")
 FORMAT = "expunge-result-1"
@@ -45,13 +45,7 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's own 15 starves them on a machine that does anything else
 }
-PROBE = (
-    "import sys, ray\n"
-    "try:\n"
-    "    ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')\n"
-    "except BaseException as error:\n"
-    "    print(str(error).strip().split('\\n')[0]); sys.exit(1)\n"
-)
+PROBE = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 
 @dataclass(frozen=True)
@@ -160,10 +154,9 @@ def perform(
 
     With each comes the bar that shows how far all have come, ``kept`` of them from before.
     """
-    total, started = len(items) + kept, time.monotonic()
-    done, failed = kept, 0
+    total, done, failed = len(items) + kept, kept, 0
     run = _run_on_ray(function, items, pool) if pool and items else _run_in_turn(function, items)
-    title = describe_counts(total, kept, done, failed)
+    title = describe_counts(total, done, failed)
     with Bar(total, title, wanted=progress, lines=True) as bar, closing(run):
         for outcome in run:
             yield outcome, bar
@@ -172,25 +165,17 @@ def perform(
             else:
                 failed += 1
                 bar.tell(f"{outcome.name} failed: {outcome.error}")
-            seconds = time.monotonic() - started
-            bar.update(done + failed, describe_counts(total, kept, done, failed, seconds))
+            bar.update(done + failed, describe_counts(total, done, failed))
 
 
-def describe_counts(
-    total: int, kept: int, done: int, failed: int, seconds: float | None = None
-) -> str:
-    """How many are done, ``kept`` of them from before, and the time left if the rest is like it.
+def describe_counts(total: int, done: int, failed: int) -> str:
+    """How many are done.
 
-    >>> describe_counts(3, 1, done=2, failed=0, seconds=60.0)
-    '2 of 3 done, 1 left, about 60 s to go'
-    >>> describe_counts(3, 1, done=2, failed=1)
-    '2 of 3 done, 1 failed, 0 left'
+    >>> describe_counts(3, done=2, failed=0), describe_counts(3, done=2, failed=1)
+    ('2 of 3 done, 1 left', '2 of 3 done, 1 failed, 0 left')
     """
-    left, ran = total - done - failed, done + failed - kept
-    found = f"{done} of {total} done{f', {failed} failed' if failed else ''}, {left} left"
-    if seconds is None or ran == 0 or left == 0:
-        return found
-    return f"{found}, about {describe_seconds(seconds / ran * left)} to go"
+    lost = f", {failed} failed" if failed else ""
+    return f"{done} of {total} done{lost}, {total - done - failed} left"
 
 
 def attempt(function: Callable[[Any], Any], argument: Any) -> tuple[Any, str | None, float]:
@@ -244,10 +229,10 @@ def _load_all(folder: Path, identities: Mapping[str, dict[str, Any]]) -> dict[st
         path = folder / f"{name}.json"
         if not path.exists():
             continue
-        saved = _read(path)
-        if saved is None or saved.get("name") != name:
+        saved = _read(path, name)
+        if saved is None:
             LOG.warning("%s cannot be read as a result; %s is run again", path, name)
-        elif _dump({key: saved.get(key) for key in identity}) != _dump(identity):
+        elif _digest({key: saved.get(key) for key in identity}) != _digest(identity):
             others.append(path.name)
         else:
             found[name] = Outcome(name, saved["value"], None, saved["seconds"], kept=True)
@@ -259,25 +244,19 @@ def _load_all(folder: Path, identities: Mapping[str, dict[str, Any]]) -> dict[st
     return found
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """A result file, if it is whole."""
+def _read(path: Path, name: str) -> dict[str, Any] | None:
+    """A result file, if it is whole and the result of this item."""
     try:
         saved = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        digest = saved.pop("sha256", None)
+    except (OSError, ValueError, RecursionError, AttributeError, TypeError):
         return None
-    if not isinstance(saved, dict):
-        return None
-    made = cast(dict[str, Any], saved)
-    digest = made.pop("sha256", None)
-    return made if made.get("format") == FORMAT and digest == _digest(made) else None
+    whole = digest == _digest(saved) and saved.get("format") == FORMAT
+    return saved if whole and saved.get("name") == name else None
 
 
 def _digest(made: Mapping[str, Any]) -> str:
-    return hashlib.sha256(_dump(made).encode()).hexdigest()
-
-
-def _dump(data: Mapping[str, Any]) -> str:
-    return json.dumps(data, sort_keys=True)
+    return hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
 
 
 def _run_on_ray(
@@ -317,7 +296,6 @@ def connected(pool: Pool, items: Sequence[Item]) -> Generator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    handler = signal.getsignal(signal.SIGTERM)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if pool.address is None:
         options |= {"address": "local", "include_dashboard": False}
@@ -327,11 +305,11 @@ def connected(pool: Pool, items: Sequence[Item]) -> Generator[Any]:
     else:
         check_address(pool.address)
         options["address"] = pool.address
+    handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**options)
     except Exception as error:
-        where = "on this machine" if pool.address is None else f"at {pool.address}"
-        raise InputError(f"Ray {where} cannot be used: {describe_error(error)}") from None
+        raise InputError(f"Ray cannot be used: {describe_error(error)}") from None
     finally:
         if threading.current_thread() is threading.main_thread() and handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own
@@ -356,46 +334,36 @@ def import_ray() -> Any:
 def check_address(address: str) -> None:
     """Refuse an address that does not answer as Ray, in bounded time.
 
-    Ray itself waits for minutes and may then end the process, so first the port is tried and then
-    a process of its own connects.
+    Ray itself tries for many minutes, so first the port is tried and then a process of its own
+    connects.
 
     >>> check_address("nowhere")
     Traceback (most recent call last):
     ...
     expunge.errors.InputError: Ray address is 'nowhere'; it must be HOST:PORT of the head node, ...
     """
-    if address != "auto":
-        _try_port(address)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 65536):
+        valid = "HOST:PORT of the head node, ray://HOST:PORT of a Ray Client server, or auto"
+        raise InputError.of("Ray address", address, valid)
+    call = [sys.executable, "-c", PROBE, address]
     try:
+        if address != "auto":
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_SECONDS).close()
         done = subprocess.run(
-            [sys.executable, "-c", PROBE, address],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=ANSWER_SECONDS,
-            env=os.environ | QUIET,
+            call, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS
         )
+    except OSError as error:
+        reason = (error.strerror or str(error) or type(error).__name__).lower()
+        raise InputError(f"Ray address {address} does not answer: {reason}") from None
     except subprocess.TimeoutExpired:
         raise InputError(
             f"Ray address {address} does not answer as Ray within {ANSWER_SECONDS:g} s; it must be "
             "the address that `ray start --head` prints, of the same version of Ray"
         ) from None
     if done.returncode != 0:
-        reason = (done.stdout.strip() or done.stderr.strip() or "no reason given").split("\n")[-1]
+        reason = (done.stderr.strip() or "no reason given").split("\n")[-1]
         raise InputError(f"Ray address {address} cannot be used: {reason}")
-
-
-def _try_port(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        valid = "HOST:PORT of the head node, ray://HOST:PORT of a Ray Client server, or auto"
-        raise InputError.of("Ray address", address, valid)
-    try:
-        socket.create_connection((host, int(port)), timeout=PORT_SECONDS).close()
-    except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
-        raise InputError(f"Ray address {address} does not answer: {reason.lower()}") from None
 
 
 def _check_resources(ray: Any, items: Sequence[Item]) -> None:
@@ -414,24 +382,18 @@ def _collect(ray: Any, reference: Any, item: Item, retries: int) -> Outcome:
     errors = ray.exceptions
     try:
         return Outcome(item.name, *ray.get(reference))
-    except errors.RayTaskError as error:
-        cause: BaseException = getattr(error, "cause", None) or error
-        reason = f"{type(cause).__name__}: {str(cause).strip().split(chr(10))[0]}"
-        return Outcome(item.name, error=f"its worker cannot run it: {reason}")
     except (errors.WorkerCrashedError, errors.NodeDiedError, errors.OutOfMemoryError):
         times = "once" if retries == 0 else f"{retries + 1} times"
-        sentence = f"its worker died {times} (killed, out of memory, or its machine is gone)"
-        return Outcome(item.name, error=sentence)
+        said = f"its worker died {times} (killed, out of memory, or its machine is gone)"
     except errors.RayError as error:
-        return Outcome(item.name, error=describe_error(error))
+        said = f"its worker cannot run it: {describe_error(getattr(error, 'cause', None) or error)}"
+    return Outcome(item.name, error=said)
 
 
 def _stop(ray: Any, running: list[Any]) -> None:
     """Ask what runs to stop, as Ctrl-C does, and give it time to save; then end it."""
-    if not running:
-        return
     for reference in running:
         ray.cancel(reference)
-    _, late = ray.wait(running, num_returns=len(running), timeout=GRACE_SECONDS)
+    late = running and ray.wait(running, num_returns=len(running), timeout=GRACE_SECONDS)[1]
     for reference in late:
         ray.cancel(reference, force=True)

@@ -3,24 +3,19 @@ target on a real machine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
+from expunge.accounting.calibration import calibrate
 from expunge.accounting.guarantee import MAX_EPSILON, guarantee
-from expunge.accounting.planning import Plan
+from expunge.accounting.planning import Plan, plan
 from expunge.accounting.precision import NoisyRecipe, choose_precision
-from expunge.errors import UnlearningError
-from expunge.jobs.jobfile import (
-    RUNNABLE,
-    Job,
-    PlanTable,
-    TargetTable,
-    calibrate_recipe,
-    describe_miss,
-    make_recipe,
-    plan_recipes,
-)
-from expunge.recipes import Execution, Guarantee
+from expunge.errors import InputError, UnlearningError
+from expunge.jobs.tables import RUNNABLE, MethodTable, PlanTable, TargetTable
+from expunge.recipes import Execution, Guarantee, from_dict
+
+SOME_PARAMETERS = 1000  # a plan fails for no size of model or for all
 
 
 @dataclass(frozen=True)
@@ -33,37 +28,61 @@ class Settled:
     plan: Plan | None
 
 
-def settle(job: Job, parameters: int) -> Settled:
-    """The recipe of a job for this many certified parameters.
+def settle(method: MethodTable, target: TargetTable, parameters: int | None) -> Settled:
+    """The recipe for this many certified parameters; in exact arithmetic without ``parameters``.
 
     It follows from the target and the size of the model, never from trained weights.
     """
-    given, target = job.method, job.target
-    made = None
-    if given.name == "plan":
-        options = PlanTable.model_validate(given.parameters)
-        made = plan_recipes(options, target, parameters, given.batch_size)
+    own, made, calibrated = method.parameters, None, False
+    if method.name == "plan" and target.releases > 1:
+        valid = "1 with method.name = 'plan', which plans one release"
+        raise InputError.of("target.releases", target.releases, valid)
+    if method.name == "plan":
+        options = PlanTable.model_validate(own)
+        made = plan(
+            epsilon=target.epsilon,
+            delta=target.delta,
+            parameters=parameters or SOME_PARAMETERS,
+            compared_to=target.compared_to,
+            batch_size=method.batch_size,
+            **options.model_dump(exclude={"choose"}),
+        )
         recipe = _choose(made, options.choose)
-    elif "noise_std" in given.parameters:
-        recipe = make_recipe(given.name, given.parameters)
+    elif "noise_std" in own:
+        recipe = make_recipe(method.name, own)
     else:
-        recipe = calibrate_recipe(given.name, given.parameters, target, parameters)
-    calibrated = made is None and "noise_std" not in given.parameters
-    return Settled(recipe, foresee(recipe, target, parameters), calibrated, made)
+        calibrated = True
+        recipe = calibrate(
+            lambda noise_std: cast(Any, make_recipe(method.name, own | {"noise_std": noise_std})),
+            epsilon=target.epsilon,
+            delta=target.delta,
+            compared_to=target.compared_to,
+            parameters=parameters,
+            execution=Execution(releases=target.releases),
+        )
+    return Settled(recipe, _foresee(recipe, target, parameters), calibrated, made)
 
 
-def foresee(recipe: NoisyRecipe, target: TargetTable, parameters: int) -> Guarantee:
+def make_recipe(name: str, parameters: Mapping[str, Any]) -> NoisyRecipe:
+    """The recipe of a method with these parameters."""
+    return cast(NoisyRecipe, from_dict({"method": name, **parameters}))
+
+
+def _foresee(recipe: NoisyRecipe, target: TargetTable, parameters: int | None) -> Guarantee:
     """What the certificate of a real run will say, finite precision included.
 
     A run that could not be certified, or would miss its target, is refused here.
     """
-    precision = choose_precision(recipe, parameters)
-    execution = Execution(rounding=precision.rounding, releases=target.releases)
+    rounding = 0.0 if parameters is None else choose_precision(recipe, parameters).rounding
+    execution = Execution(rounding=rounding, releases=target.releases)
     found = guarantee(
         recipe, delta=target.delta, compared_to=target.compared_to, execution=execution
     )
     if not found.epsilon <= target.epsilon:
-        raise UnlearningError(describe_miss(found.epsilon, target))
+        raise UnlearningError(
+            f"this recipe certifies epsilon = {found.epsilon:.6g} at delta = {target.delta:g}, and "
+            f"the target is {target.epsilon:g}; leave noise_std out to have it calibrated"
+        )
     bounds = [b.epsilon for b in (found.retrained, found.centre) if b is not None]
     if not max(bounds) <= MAX_EPSILON or found.survival_bound is None:
         raise UnlearningError(

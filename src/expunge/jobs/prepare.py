@@ -6,20 +6,20 @@ A dry run stops here, and tells recipe, cost, and what the certificate would say
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from expunge.accounting.guarantee import guarantee_to_dict
-from expunge.accounting.planning import Plan
-from expunge.accounting.precision import NoisyRecipe
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.identifiers import opens
 from expunge.certificates.record import RunRecord
@@ -41,14 +41,14 @@ from expunge.jobs.loading import (
 from expunge.jobs.methods import Settled, settle
 from expunge.noisy.model import Public, copy_model, list_uncertified
 from expunge.noisy.noise import SeededNoise
-from expunge.noisy.run import unlearn
 from expunge.processes.weights import hash_weights, list_tensors
-from expunge.recipes import Guarantee, OutputPerturbation
+from expunge.recipes import OutputPerturbation
 from expunge.training.batches import move_batch
 from expunge.training.losses import LossFunction, compute_loss, find_loss
 from expunge.training.randomness import untouched_random
 
 LOG = logging.getLogger("expunge")
+MOST_DRAWN = 1_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,21 +72,26 @@ class Prepared:
 def prepare(made: JobFile) -> Prepared:
     """Import, build, load and check all that a job names. Call inside ``importing_from``."""
     job = made.job
-    build, load, callback = _import_functions(made)
+    functions = _import_functions(made)
+    forget, earlier = read_ids(made.locate(job.data.forget), job.data.column), _read_earlier(made)
     with explaining("data.load failed"):
-        splits = split_data(load(), *_read_requests(made))
-    model = build_model(build)
+        splits = split_data(functions["data.load"](), forget, itertools.chain(*earlier))
+    model = build_model(functions["model.build"])
     public = _find_public(made, model)
-    given = read_weights(made.locate(job.model.weights), "model.weights")
-    _check_earlier(made, splits)
-    kept = put_weights(model, given, "model.weights")
+    kept = put_weights(
+        model, read_weights(made.locate(job.model.weights), "model.weights"), "model.weights"
+    )
     if kept:
         LOG.info("%d frozen tensors are not in model.weights and stay as built", len(kept))
     if job.model.device is not None:
         with explaining(f"model.device is {job.model.device!r}, which cannot be used"):
             model.to(job.model.device)
-    centre = _read_centre(made, model)
+    centre = None
+    if job.centre is not None:
+        found = read_weights(made.locate(job.centre.weights), "centre.weights")
+        centre = match_names(model, found)
     loss_fn = _find_loss(made, splits.retain)
+    _check_earlier(made, splits, earlier)
     copied = copy_model(model, centre, buffers=job.model.buffers, public=public)
     _try_batch(copied.model, splits.retain, loss_fn, min(job.method.batch_size, 2))
     parent = _read_parent(made, model)
@@ -98,9 +103,9 @@ def prepare(made: JobFile) -> Prepared:
         public=public,
         splits=splits,
         loss_fn=loss_fn,
-        settled=settle(job, copied.size),
+        settled=settle(job.method, job.target, copied.size),
         parent=parent,
-        callback=callback,
+        callback=functions.get("output.callback"),
         parameters=copied.size,
         needed_bytes=16 * copied.size + sum(t.nbytes for t in list_tensors(model).values()),
     )
@@ -112,10 +117,7 @@ class Preview:
     timing one gradient and one draw of noise on this machine."""
 
     directory: Path
-    recipe: NoisyRecipe
-    guarantee: Guarantee
-    plan: Plan | None
-    calibrated: bool
+    settled: Settled
     parameters: int
     retain: int
     forget: int
@@ -126,10 +128,9 @@ class Preview:
 
     def to_dict(self) -> dict[str, Any]:
         """One flat object, as ``--json`` prints it."""
-        nested = ("recipe", "guarantee", "plan")
-        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in nested}
-        plain["directory"] = str(self.directory)
-        return plain | guarantee_to_dict(self.recipe, self.guarantee)
+        plain = {name: value for name, value in vars(self).items() if name != "settled"}
+        plain |= {"directory": str(self.directory), "calibrated": self.settled.calibrated}
+        return plain | guarantee_to_dict(self.settled.recipe, self.settled.guarantee)
 
 
 def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
@@ -147,18 +148,15 @@ def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
         ready = prepare(made)
         check_output(target, False, ready.needed_bytes)
         with explaining("a step cannot be timed"):
-            gradient, noise = time_step(made, ready)
-    settled, kept = ready.settled, len(ready.splits.retain)
+            gradient, noise = _time_step(made, ready)
+    kept, recipe = len(ready.splits.retain), ready.settled.recipe
     batch = min(made.job.method.batch_size, kept)
-    steps = 0 if isinstance(settled.recipe, OutputPerturbation) else settled.recipe.steps
+    steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
     tuning = 0 if made.job.finetune is None else math.ceil(made.job.finetune.epochs * kept)
     seconds = (steps * batch + tuning) / batch * gradient + max(steps, 1) * noise
     return Preview(
         directory=target,
-        recipe=settled.recipe,
-        guarantee=settled.guarantee,
-        plan=settled.plan,
-        calibrated=settled.calibrated,
+        settled=ready.settled,
         parameters=ready.parameters,
         retain=kept,
         forget=len(ready.splits.forget),
@@ -169,35 +167,22 @@ def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
     )
 
 
-def time_step(made: JobFile, ready: Prepared) -> tuple[float, float]:
-    """Seconds of one minibatch gradient and of one draw of noise over all certified parameters.
-
-    Both on copies that start at the centre: nothing of the old model is used or kept.
-    """
-    job, public = made.job, ready.public
+def _time_step(made: JobFile, ready: Prepared) -> tuple[float, float]:
+    """Seconds of one minibatch gradient and of one draw of noise over all certified parameters."""
+    job = made.job
     loader = make_loader(ready.splits.retain, job.method.batch_size, seed=0)
-    copied = copy_model(ready.model, ready.centre, buffers=job.model.buffers, public=public)
+    copied = copy_model(ready.model, ready.centre, buffers=job.model.buffers, public=ready.public)
+    gradient = math.inf
     with untouched_random():
         batch = move_batch(next(iter(loader)), copied.device)
-        gradient = math.inf
-        for _ in range(2):
+        for _ in range(2):  # the first one is slow
             start = time.perf_counter()
             compute_loss(copied.model, batch, ready.loss_fn).backward()
             gradient = min(gradient, time.perf_counter() - start)
-            copied.model.zero_grad(set_to_none=True)
+    drawn = np.empty(min(ready.parameters, MOST_DRAWN))
     start = time.perf_counter()
-    unlearn(
-        ready.model,
-        [batch],
-        OutputPerturbation(start_clip=0.0, noise_std=1.0),
-        loss_fn=ready.loss_fn,
-        centre=ready.centre,
-        public=public,
-        noise=SeededNoise(0),
-        start="centre",
-        buffers=job.model.buffers,
-    )
-    return gradient, time.perf_counter() - start
+    SeededNoise(0).begin().draw(drawn, step=0, position=0, std=1e6)
+    return gradient, (time.perf_counter() - start) * ready.parameters / len(drawn)
 
 
 def digest_ids(ids: Iterable[str]) -> str:
@@ -209,12 +194,9 @@ def digest_ids(ids: Iterable[str]) -> str:
     return hashlib.sha256("\0".join(sorted(ids)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _import_functions(
-    made: JobFile,
-) -> tuple[Callable[[], Any], Callable[[], Any], Callable[[dict[str, Any]], object] | None]:
-    """All functions of the job, or one error that names all that cannot be had."""
-    job, errors = made.job, list[str]()
-    found: dict[str, Callable[..., Any]] = {}
+def _import_functions(made: JobFile) -> dict[str, Callable[..., Any]]:
+    """All functions of the job by their keys, or one error that names all that cannot be had."""
+    job, found, errors = made.job, dict[str, Callable[..., Any]](), list[str]()
     places = {
         "model.build": job.model.build,
         "data.load": job.data.load,
@@ -228,17 +210,11 @@ def _import_functions(
                 errors.append(str(error))
     if errors:
         raise InputError(f"{made.path}: " + "; ".join(errors))
-    return found["model.build"], found["data.load"], found.get("output.callback")
+    return found
 
 
-def _read_requests(made: JobFile) -> tuple[list[str], list[str]]:
-    """The identifiers of this request and of all earlier ones."""
-    data = made.job.data
-    forgotten = [name for names in _read_lists(made) for name in names]
-    return read_ids(made.locate(data.forget), data.column), forgotten
-
-
-def _read_lists(made: JobFile) -> list[list[str]]:
+def _read_earlier(made: JobFile) -> list[list[str]]:
+    """The identifiers of each earlier request."""
     data = made.job.data
     return [
         read_ids(made.locate(name), None if Path(name).suffix == ".txt" else data.column)
@@ -246,7 +222,7 @@ def _read_lists(made: JobFile) -> list[list[str]]:
     ]
 
 
-def _check_earlier(made: JobFile, splits: Splits) -> None:
+def _check_earlier(made: JobFile, splits: Splits, earlier: list[list[str]]) -> None:
     """Earlier requests stay out of the retained data, as the parent's record tells.
 
     Weights that a certificate was written for need it as their parent. The parent's forget set must
@@ -269,9 +245,8 @@ def _check_earlier(made: JobFile, splits: Splits) -> None:
             "the parent's record can data.forgotten be checked"
         )
     record = RunRecord.load(path)
-    if record.forget is not None and not any(
-        opens(record.forget, set(names)) for names in _read_lists(made)
-    ):
+    forgotten = record.forget
+    if forgotten is not None and not any(opens(forgotten, names) for names in earlier):
         raise InputError(
             f"none of data.forgotten is the list that the parent {model.parent} forgot; name it, "
             "so that it stays out of the retained data"
@@ -299,21 +274,11 @@ def _find_public(made: JobFile, model: nn.Module) -> Public | None:
     return read_weights(made.locate(given), "model.public") if isinstance(given, str) else given
 
 
-def _read_centre(made: JobFile, model: nn.Module) -> dict[str, Tensor] | None:
-    centre = made.job.centre
-    if centre is None:
-        return None
-    return match_names(model, read_weights(made.locate(centre.weights), "centre.weights"))
-
-
 def _find_loss(made: JobFile, retain: Split) -> LossFunction:
     name = made.job.model.loss
     with explaining("data.load: a sample of train cannot be read"):
         sample = retain.dataset[retain.positions[0]] if retain.tensors is None else None
-    found = find_loss(name, sample)
-    if found is None:
-        return load_function("model.loss", name or "", made.folder)
-    return found
+    return find_loss(name, sample) or load_function("model.loss", name or "", made.folder)
 
 
 def _try_batch(model: nn.Module, retain: Split, loss_fn: LossFunction, count: int) -> None:

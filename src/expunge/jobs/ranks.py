@@ -17,7 +17,8 @@ from torch import nn
 from expunge.certificates.record import list_versions
 from expunge.errors import ExpungeError, InputError
 from expunge.jobs.directory import open_workspace, workspace_of
-from expunge.jobs.jobfile import Job, JobFile, read_job
+from expunge.jobs.jobfile import JobFile, read_job
+from expunge.jobs.tables import Job
 from expunge.processes.agreement import check_start
 from expunge.processes.group import CHECK_EVERY, TIMEOUT_SECONDS, Processes, joined
 

@@ -13,7 +13,8 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate, certify
-from expunge.certificates.record import Run, RunRecord
+from expunge.certificates.record import Run
 from expunge.errors import UnlearningError
 from expunge.jobs.data import make_loader
 from expunge.jobs.directory import (
@@ -33,21 +34,22 @@ from expunge.jobs.directory import (
     workspace_of,
     write_run,
 )
-from expunge.jobs.jobfile import FinetuneTable, Job, JobFile
+from expunge.jobs.jobfile import JobFile
 from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.prepare import Prepared, digest_ids, prepare
 from expunge.jobs.ranks import CHECKPOINTS, join_job, shard_model, share_workspace
+from expunge.jobs.tables import FinetuneTable
 from expunge.jobs.tracking import Tracker
 from expunge.noisy.checkpoint import Checkpoint
-from expunge.noisy.noise import Noise, SeededNoise, SystemNoise
+from expunge.noisy.noise import SeededNoise, SystemNoise
 from expunge.noisy.run import Start, unlearn
 from expunge.processes.agreement import check_start
 from expunge.processes.group import Processes, is_restarted
 from expunge.processes.stopping import Stopper, catch_signals
 from expunge.recipes import method_name, to_dict
 from expunge.reports.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE, RETRAINING
-from expunge.training.evaluation import Measurement, measure
-from expunge.training.train import MakeOptimizer, fine_tune
+from expunge.training.evaluation import measure
+from expunge.training.train import fine_tune
 
 LOG = logging.getLogger("expunge")
 SETS = ("retain", "forget", "test")
@@ -102,33 +104,27 @@ def run_job(
                 return running.finish(target, accept_unchecked)
 
 
+@dataclass(eq=False)
 class _Running:
     """One run on its way: what the steps below share."""
 
-    def __init__(
-        self,
-        made: JobFile,
-        ready: Prepared,
-        work: Path,
-        stopper: Stopper,
-        processes: Processes,
-        progress: bool,
-    ) -> None:
-        self.made, self.job, self.ready, self.work = made, made.job, ready, work
-        self.stopper, self.processes, self.progress = stopper, processes, progress
-        self.recipe = ready.settled.recipe
-        self.seed = 0 if self.job.method.seed is None else self.job.method.seed
-        self.started, self.identity = time.monotonic(), hash_job(made)
-        board = self.job.output.tensorboard if processes.leads else None
-        self.tracker = Tracker(
-            work / "metrics.jsonl" if processes.leads else Path(os.devnull),
-            callback=ready.callback if processes.leads else None,
-            tensorboard=None if board is None else made.locate(board),
-        )
+    made: JobFile
+    ready: Prepared
+    work: Path
+    stopper: Stopper
+    processes: Processes
+    progress: bool
+    stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    losses: list[float] = field(default_factory=list[float])
+
+    def __post_init__(self) -> None:
+        leads, self.job = self.processes.leads, self.made.job
+        self.seed, self.started = self.job.method.seed or 0, time.monotonic()
+        self.identity = hash_job(self.made)
+        path = self.work / "metrics.jsonl" if leads else Path(os.devnull)
+        self.tracker = Tracker(path, self.ready.callback if leads else None)
         if self.job.processes.shard:
-            shard_model(ready.model, processes)
-        self.stages: list[dict[str, Any]] = []
-        self.losses: list[float] = []
+            shard_model(self.ready.model, self.processes)
 
     def finish(self, target: Path, accept_unchecked: bool) -> Finished:
         """All of it; the directory appears at the end or not at all."""
@@ -138,16 +134,7 @@ class _Running:
             certificate = self._certify(run, accept_unchecked)
             facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
             self.tracker.tell("end", **facts, releasable=certificate.releasable)
-        metrics = summarise(
-            self.job,
-            run.record,
-            certificate,
-            stages=self.stages,
-            losses=self.losses,
-            counts=(len(self.ready.splits.retain), len(self.ready.splits.forget)),
-            seconds=time.monotonic() - self.started,
-        )
-        metrics["job"] = self.identity
+        metrics = self._summarise(run, certificate)
         write_run(
             target,
             model=run.model,
@@ -165,11 +152,12 @@ class _Running:
 
     def _run_all(self) -> Run:
         retain, forget = self.ready.splits.retain, self.ready.splits.forget
+        recipe = self.ready.settled.recipe
         LOG.info(
             "%s on %d parameters: %d samples kept, %d forgotten",
-            method_name(self.recipe), self.ready.parameters, len(retain), len(forget),
+            method_name(recipe), self.ready.parameters, len(retain), len(forget),
         )  # fmt: skip
-        self.tracker.tell("start", recipe=to_dict(self.recipe), retain=len(retain))
+        self.tracker.tell("start", recipe=to_dict(recipe), retain=len(retain))
         self._measure(BEFORE, self.ready.model)
         run = self._unlearn_and_tune("model", None)
         if self.job.evaluation.control:
@@ -179,8 +167,6 @@ class _Running:
 
     def _unlearn_and_tune(self, start: Start, arm: str | None) -> Run:
         run = self._unlearn(start)
-        if start == "model":
-            self.tracker.draw_trace(run.record.trace)
         self._measure(AFTER_NOISE, run.model, arm)
         if self.job.finetune is not None:
             run = self._tune(run, self.job.finetune)
@@ -189,13 +175,10 @@ class _Running:
 
     def _unlearn(self, start: Start) -> Run:
         """The noisy steps. Only those from the old model are worth a checkpoint and patience."""
-        real, steps = start == "model", getattr(self.recipe, "steps", 1)
-        splits, job = self.ready.splits, self.job
-        loader = make_loader(
-            splits.retain, job.method.batch_size, seed=self.seed, workers=job.data.workers
-        )
+        job, ready, real = self.job, self.ready, start == "model"
+        recipe, splits = ready.settled.recipe, ready.splits
+        steps, seed = getattr(recipe, "steps", 1), job.method.seed
         place = self.work / CHECKPOINTS[not self.processes.alone]
-        every = job.output.checkpoint_seconds
 
         def on_step(done: int, model: nn.Module) -> None:
             if real and (done == steps or self.tracker.is_due("step")):
@@ -205,20 +188,24 @@ class _Running:
         self.stopper.patient = real
         try:
             run = unlearn(
-                self.ready.model,
-                loader,
-                self.recipe,
-                loss_fn=self.ready.loss_fn,
-                centre=self.ready.centre,
-                public=self.ready.public,
-                noise=self._make_noise(),
+                ready.model,
+                make_loader(
+                    splits.retain, job.method.batch_size, seed=self.seed, workers=job.data.workers
+                ),
+                recipe,
+                loss_fn=ready.loss_fn,
+                centre=ready.centre,
+                public=ready.public,
+                noise=SystemNoise() if seed is None else SeededNoise(seed),
                 start=start,
                 buffers=job.model.buffers,
                 forget_ids=splits.forget.ids,
                 retain_ids=splits.retain.ids,
                 progress=self.progress,
                 on_step=on_step,
-                checkpoint=Checkpoint(place, every, resume=True) if real else None,
+                checkpoint=(
+                    Checkpoint(place, job.output.checkpoint_seconds, resume=True) if real else None
+                ),
                 distributed=self.processes,
             )
         finally:
@@ -249,7 +236,7 @@ class _Running:
             weight_decay=table.weight_decay,
             momentum=table.momentum,
             schedule=table.schedule,
-            optimizer=_make_optimizer(table),
+            optimizer=_choose_optimizer(table),
             loss_fn=watch,
             seed=self.seed,
             progress=self.progress,
@@ -258,10 +245,6 @@ class _Running:
         if real:
             self.losses = [float(loss) for loss in losses]
         return tuned
-
-    def _make_noise(self) -> Noise:
-        seed = self.job.method.seed
-        return SystemNoise() if seed is None else SeededNoise(seed)
 
     def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
         """One row of the table of accuracies, and of losses beside it."""
@@ -274,7 +257,8 @@ class _Running:
                 loader = make_loader(split.first(table.most), table.batch_size, workers=workers)
                 found = measure(model, loader, self.ready.loss_fn, processes=self.processes)
                 row |= {name: found.accuracy, f"{name}_loss": found.loss}
-                shown.append(f"{name} {_show(found)}")
+                accuracy = None if found.accuracy is None else f"{100 * found.accuracy:.1f} %"
+                shown.append(f"{name} {accuracy or f'loss {found.loss:.4g}'}")
         LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
@@ -302,6 +286,42 @@ class _Running:
                 made = certificate.to_bytes()
         return Certificate.from_bytes(self.processes.share(made))
 
+    def _summarise(self, run: Run, certificate: Certificate) -> dict[str, Any]:
+        """``metrics.json``: what was measured, and what the run cost."""
+        job, record, method = self.job, run.record, certificate.recipe.method
+        kept, forgotten = len(self.ready.splits.retain), len(self.ready.splits.forget)
+        noisy = record.gradient_evaluations
+        tuned = 0 if record.finetune is None else record.finetune.gradient_evaluations
+        own = {"epsilon": certificate.epsilon, "delta": certificate.delta}
+        exact = {"epsilon": 0.0, "delta": 0.0}
+        cost = {"gradient_evaluations": noisy + tuned}
+        arms = [{"arm": method} | own | cost | self._find_last(None)]
+        if job.evaluation.control:
+            arms.append({"arm": CENTRE} | exact | cost | self._find_last(CENTRE))
+        if job.evaluation.retraining_epochs is not None:
+            again = {"gradient_evaluations": round(job.evaluation.retraining_epochs * kept)}
+            arms.append({"arm": RETRAINING} | exact | again)
+        return {
+            "title": job.output.title,
+            "task": f"{job.model.build} on {job.data.load}",
+            "stages": [{"arm": method, **row} for row in self.stages],
+            "curves": draw_losses(self.losses, job.finetune.epochs if job.finetune else 0.0),
+            "arms": arms if len(arms) > 1 else [],
+            "cost": {
+                "seconds": round(time.monotonic() - self.started, 3),
+                "samples kept": kept,
+                "samples forgotten": forgotten,
+                "gradient evaluations, noisy steps": noisy,
+                "gradient evaluations, fine-tuning": tuned,
+            },
+            "job": self.identity,
+        }
+
+    def _find_last(self, arm: str | None) -> dict[str, Any]:
+        """The accuracies of an arm's last stage; the run itself has no arm."""
+        last = [row for row in self.stages if row.get("arm") == arm][-1]
+        return {name: last.get(name) for name in SETS}
+
 
 def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
     """What must not change between a run and its resumption."""
@@ -314,69 +334,12 @@ def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
     }
 
 
-def _make_optimizer(table: FinetuneTable) -> MakeOptimizer | None:
+def _choose_optimizer(table: FinetuneTable) -> Any:
     kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     kind = kinds.get(table.optimizer)
     if kind is None:
         return None
-
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return kind(parameters, lr=table.learning_rate, weight_decay=table.weight_decay)
-
-    return make
-
-
-def _show(found: Measurement) -> str:
-    if found.accuracy is None:
-        return f"loss {found.loss:.4g}"
-    return f"{100 * found.accuracy:.1f} %"
-
-
-def summarise(
-    job: Job,
-    record: RunRecord,
-    certificate: Certificate,
-    *,
-    stages: Sequence[dict[str, Any]],
-    losses: Sequence[float],
-    counts: tuple[int, int],
-    seconds: float,
-) -> dict[str, Any]:
-    """``stages`` as measured, without an arm for the run itself; ``counts``: kept and forgotten."""
-    method, (kept, forgotten) = certificate.recipe.method, counts
-    noisy = record.gradient_evaluations
-    tuned = 0 if record.finetune is None else record.finetune.gradient_evaluations
-    epochs = None if job.finetune is None else job.finetune.epochs
-    arms = [
-        {
-            "arm": method,
-            "epsilon": certificate.epsilon,
-            "delta": certificate.delta,
-            "gradient_evaluations": noisy + tuned,
-            **_find_last(stages, None),
-        }
-    ]
-    if job.evaluation.control:
-        facts = {"epsilon": 0.0, "delta": 0.0, "gradient_evaluations": noisy + tuned}
-        arms.append({"arm": CENTRE, **facts, **_find_last(stages, CENTRE)})
-    if job.evaluation.retraining_epochs is not None:
-        again = round(job.evaluation.retraining_epochs * kept)
-        facts = {"epsilon": 0.0, "delta": 0.0, "gradient_evaluations": again}
-        arms.append({"arm": RETRAINING, **facts})
-    return {
-        "title": job.output.title,
-        "task": f"{job.model.build} on {job.data.load}",
-        "stages": [{"arm": method, **row} for row in stages],
-        "curves": draw_losses(losses, epochs or 0.0),
-        "arms": arms if len(arms) > 1 else [],
-        "cost": {
-            "seconds": round(seconds, 3),
-            "samples kept": kept,
-            "samples forgotten": forgotten,
-            "gradient evaluations, noisy steps": noisy,
-            "gradient evaluations, fine-tuning": tuned,
-        },
-    }
+    return partial(kind, lr=table.learning_rate, weight_decay=table.weight_decay)
 
 
 def draw_losses(losses: Sequence[float], epochs: float) -> list[dict[str, Any]]:
@@ -399,9 +362,3 @@ def draw_losses(losses: Sequence[float], epochs: float) -> list[dict[str, Any]]:
             "y_label": "training loss",
         }
     ]
-
-
-def _find_last(stages: Sequence[dict[str, Any]], arm: str | None) -> dict[str, Any]:
-    """The accuracies of an arm's last stage."""
-    last = [row for row in stages if row.get("arm") == arm][-1]
-    return {name: last.get(name) for name in SETS}

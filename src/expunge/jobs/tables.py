@@ -1,0 +1,179 @@
+"""The tables of ``job.toml``: every key, what it may be, and its default.
+
+What a key must be stands in its description: errors and ``docs/job_file.md`` say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LOSSES = ("cross-entropy", "mse", "model")
+RUNNABLE = ("gradient-clipping", "model-clipping", "output-perturbation")
+NAMES = (*RUNNABLE, "plan")
+
+_FUNCTION = '"module:function" or "path/to/file.py:function"'
+_COUNT = "a whole number >= 1"
+_POSITIVE = "a finite number > 0"
+
+Text = Annotated[str, Field(min_length=1)]
+Function = Annotated[str, Field(pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$", description=_FUNCTION)]
+Weights = Annotated[
+    str,
+    Field(
+        pattern=r"\.(safetensors|safetensors\.index\.json|pt|pth|bin)$",
+        description="the path of a .safetensors, .index.json, .pt, .pth or .bin file",
+    ),
+]
+Count = Annotated[int, Field(ge=1, description=_COUNT)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, description=_POSITIVE)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False, description="a finite number >= 0")]
+
+
+def _key(valid: str, default: Any = ...) -> Any:
+    """A key that must be ``valid``; without a default it is required."""
+    return Field(default, description=valid)
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ModelTable(Table):
+    """``build()`` returns the module; ``weights`` are those of the old model."""
+
+    build: Function
+    weights: Weights
+    loss: Text | None = _key(f"one of {', '.join(LOSSES)}, or a function as {_FUNCTION}", None)
+    buffers: Literal["refuse", "reset"] = _key("'refuse' or 'reset'", "refuse")
+    public: Text | list[Text] | None = _key(
+        "'build', the path of a weights file, or a list of names and patterns", None
+    )
+    parent: Text | None = _key("the path of the certificate of the model that weights holds", None)
+    device: Text | None = _key("the name of a torch device", None)
+
+
+class DataTable(Table):
+    """``load()`` returns ``{"train": …, "ids": …, "test": …}``; ``forget`` names what must go."""
+
+    load: Function
+    forget: Text = _key("the path of a text, CSV or Parquet file of identifiers")
+    column: Text | None = _key("the name of a column of the file of identifiers", None)
+    forgotten: list[Text] = _key("a list of paths: the lists of earlier requests", [])
+    changed: bool = _key("true if samples came or went since the parent's run, else false", False)
+    workers: Annotated[int, Field(ge=0)] = _key("a whole number >= 0", 0)
+
+
+class TargetTable(Table):
+    """The (ε, δ) that the certificate must not exceed."""
+
+    epsilon: Annotated[Positive, Field(le=709)] = _key("a number > 0, at most 709")
+    delta: Annotated[float, Field(gt=0, lt=1)] = _key("a number between 0 and 1, both excluded")
+    compared_to: Literal["retrained", "centre"] = _key("'retrained' or 'centre'", "retrained")
+    releases: Count = 1
+
+
+class MethodTable(Table):
+    """``name``, and the recipe's parameters by their API names as further keys."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: Literal[NAMES] = _key("one of " + ", ".join(NAMES))  # pyright: ignore[reportInvalidTypeForm]
+    batch_size: Count = 128
+    seed: Annotated[int, Field(ge=0, lt=2**53)] | None = _key(
+        "a whole number >= 0 (noise for experiments, not for release)", None
+    )
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """What the method itself is given."""
+        return dict(self.model_extra or {})
+
+
+class PlanTable(Table):
+    """The further keys of ``name = "plan"``: those of :func:`expunge.accounting.planning.plan`."""
+
+    choose: Literal[RUNNABLE] | None = _key("one of " + ", ".join(RUNNABLE), None)  # pyright: ignore[reportInvalidTypeForm]
+    scale: Positive | None = _key(_POSITIVE, None)
+    steps: Count = 10
+    learning_rate: Positive = 0.01
+    weight_decay: NonNegative = 10.0
+
+
+class CentreTable(Table):
+    """Public weights that never depended on the forget data."""
+
+    weights: Weights
+
+
+class FinetuneTable(Table):
+    """Training on retained data after the last noise."""
+
+    epochs: Positive
+    learning_rate: Positive
+    batch_size: Count = 128
+    optimizer: Literal["sgd", "adam", "adamw"] = _key("'sgd', 'adam' or 'adamw'", "sgd")
+    momentum: Annotated[NonNegative, Field(lt=1)] = _key("a number in [0, 1)", 0.0)
+    weight_decay: NonNegative = 0.0
+    schedule: Literal["constant", "one-cycle"] = _key("'constant' or 'one-cycle'", "constant")
+
+
+class EvaluationTable(Table):
+    """What is measured before, after the noise and after fine-tuning."""
+
+    sets: list[Literal["retain", "forget", "test"]] = _key(
+        "a list of 'retain', 'forget', 'test'", ["retain", "forget", "test"]
+    )
+    batch_size: Count = 512
+    most: Count | None = _key(f"{_COUNT}: at most so many samples of each set", None)
+    control: bool = _key("true or false: also run from the centre, to compare", False)
+    retraining_epochs: Positive | None = _key(
+        f"{_POSITIVE}: the epochs that training again would take, to compare", None
+    )
+
+
+class OutputTable(Table):
+    """Where the run directory goes, and who else hears of the run."""
+
+    dir: Text = _key("the path of a directory", "run")
+    sign: Text | None = _key("the path of an Ed25519 private key in PEM format", None)
+    title: Text | None = _key("a text for the report", None)
+    checkpoint_seconds: NonNegative = 30.0
+    callback: Function | None = _key(_FUNCTION, None)
+
+
+class ProcessesTable(Table):
+    """A job under torchrun: how its processes work together."""
+
+    shard: bool = _key("true or false: each process keeps a part of the model", False)
+    check_every: Count = _key(f"{_COUNT}: steps between two checks that all processes agree", 50)
+    timeout_seconds: Positive = _key(f"{_POSITIVE}: how long a process waits for the others", 600.0)
+
+
+class Job(Table):
+    """A whole job."""
+
+    model: ModelTable
+    data: DataTable
+    target: TargetTable
+    method: MethodTable
+    centre: CentreTable | None = None
+    finetune: FinetuneTable | None = None
+    evaluation: EvaluationTable = EvaluationTable.model_validate({})
+    output: OutputTable = OutputTable.model_validate({})
+    processes: ProcessesTable = ProcessesTable.model_validate({})
+
+
+TABLES: Mapping[str, type[Table]] = {
+    "model": ModelTable,
+    "data": DataTable,
+    "target": TargetTable,
+    "method": MethodTable,
+    "centre": CentreTable,
+    "finetune": FinetuneTable,
+    "evaluation": EvaluationTable,
+    "output": OutputTable,
+    "processes": ProcessesTable,
+}
