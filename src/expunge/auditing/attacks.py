@@ -68,7 +68,8 @@ class Instructions:
 
 @dataclass(frozen=True)
 class Adversary:
-    """``splits`` says where a push parts the worlds at each step; ``period`` is the lattice's."""
+    """``splits`` says where the worlds are parted at each step: at all of them in a push, at the
+    first ones, if any, before a lattice of ``period``."""
 
     kind: Literal["push", "lattice"]
     recipe: NoisyRecipe
@@ -99,47 +100,30 @@ class Adversary:
 
     def gradient(self, offsets: Tensor, t: int) -> Tensor:
         """The adversary's choice of g at step t, as a function of where each trial stands."""
-        assert not isinstance(self.recipe, OutputPerturbation)
+        recipe = self.recipe
+        assert not isinstance(recipe, OutputPerturbation)
         u = torch.tensor(DIRECTION, dtype=torch.float64)
         along = offsets @ u
-        if t == 0 and replaces_first_step(self.recipe, self.compared_to):
-            return self._part_from_centre(offsets)
-        if self.kind == "push" or (isinstance(self.recipe, ModelClipping) and t < len(self.splits)):
-            return self._push(along, t)[:, None] * u
-        if t + 1 < self.recipe.steps:
+        gamma = float(schedule(recipe.learning_rate, recipe.steps)[t])
+        rho = 1 - gamma * recipe.weight_decay
+        if isinstance(recipe, GradientClipping):
+            near = (torch.arange(len(along)) // 4) % 2 == 0
+            drive = recipe.grad_clip * torch.where(near, NEAR, FAR).double()
+        else:  # beside it everything else is small
+            drive = torch.full_like(along, FAR**2 * recipe.model_clip / max(gamma, 1e-100))
+        if t == 0 and replaces_first_step(recipe, self.compared_to):
+            # World 1 goes to C2 u and world 0 to the centre: the reference's x_1 is c + ξ.
+            world = torch.arange(len(along))[:, None] % 2 == 0
+            return torch.where(world, -drive[:, None] * u, offsets * (rho / max(gamma, 1e-100)))
+        if t < len(self.splits):
+            return torch.where(along >= self.splits[t], -drive, drive)[:, None] * u
+        if t + 1 < recipe.steps or gamma == 0:
             return torch.zeros_like(offsets)
-        gamma = float(schedule(self.recipe.learning_rate, self.recipe.steps)[t])
-        if gamma == 0:
-            return torch.zeros_like(offsets)
-        rho = 1 - gamma * self.recipe.weight_decay
-        goal = along * (rho + self.ahead)
-        goal = (goal / self.period).round() * self.period - along * self.ahead
-        if isinstance(self.recipe, GradientClipping):
+        goal = (along * (rho + self.ahead) / self.period).round() * self.period
+        goal -= along * self.ahead
+        if isinstance(recipe, GradientClipping):
             return ((along * rho - goal) / gamma)[:, None] * u
         return (offsets * rho - goal[:, None] * u) / gamma
-
-    def _push(self, along: Tensor, t: int) -> Tensor:
-        assert not isinstance(self.recipe, OutputPerturbation)
-        side = torch.where(along >= self.splits[t], -1.0, 1.0).double()
-        if isinstance(self.recipe, GradientClipping):
-            row = torch.arange(len(along))
-            return side * torch.where((row // 4) % 2 == 0, NEAR, FAR) * self.recipe.grad_clip
-        return side * self._drive(t)
-
-    def _part_from_centre(self, offsets: Tensor) -> Tensor:
-        """World 1 goes to C2 u and world 0 to the centre: the reference's x_1 is c + ξ."""
-        assert isinstance(self.recipe, ModelClipping)
-        gamma = float(schedule(self.recipe.learning_rate, self.recipe.steps)[0])
-        rho = 1 - gamma * self.recipe.weight_decay
-        out = offsets * (rho / max(gamma, 1e-100))
-        out[::2] = -self._drive(0) * torch.tensor(DIRECTION, dtype=torch.float64)
-        return out
-
-    def _drive(self, t: int) -> float:
-        """A gradient beside which everything else is small."""
-        assert isinstance(self.recipe, ModelClipping)
-        gamma = float(schedule(self.recipe.learning_rate, self.recipe.steps)[t])
-        return FAR**2 * self.recipe.model_clip / max(gamma, 1e-100)
 
 
 def replaces_first_step(recipe: NoisyRecipe, compared_to: ComparedTo) -> bool:
@@ -196,12 +180,12 @@ def _split_models(
     With weights a and b on +C2: e^(2 C2 x/σ²) (a - e^ε b) = e^ε (1 - b) - (1 - a).
     """
     C2, T = recipe.model_clip, recipe.steps
-    sigmas, far, sigma0 = schedule(recipe.noise_std, T), find_reach(recipe), recipe.start_noise_std
+    sigmas, far = schedule(recipe.noise_std, T), find_reach(recipe)
     if compared_to == "centre":
-        splits, a, b = _part(C2, 0.0, float(sigmas[0]), epsilon)
-        splits = [0.0, *splits]
+        split, a, b = _part(C2, 0.0, float(sigmas[0]), epsilon)
     else:
-        splits, a, b = _part(far, -far, sigma0, epsilon)
+        split, a, b = _part(far, -far, recipe.start_noise_std, epsilon)
+    splits = [0.0, split] if compared_to == "centre" else [split]
     for t in range(len(splits), T):
         sigma, weight = float(sigmas[t - 1]), math.exp(epsilon)
         gap = a - weight * b
@@ -215,15 +199,13 @@ def _split_models(
     return tuple(splits[:T])
 
 
-def _part(
-    high: float, low: float, sigma: float, epsilon: float
-) -> tuple[list[float], float, float]:
+def _part(high: float, low: float, sigma: float, epsilon: float) -> tuple[float, float, float]:
     """Where N(high, σ²) = e^ε N(low, σ²), and how much of each lies above."""
     middle, distance = (high + low) / 2, high - low
     if sigma == 0 or distance == 0:
-        return [middle], 1.0, 0.0
+        return middle, 1.0, 0.0
     split = middle + epsilon * sigma**2 / distance
-    return [split], _tail((split - high) / sigma), _tail((split - low) / sigma)
+    return split, _tail((split - high) / sigma), _tail((split - low) / sigma)
 
 
 def _lay_lattice(
@@ -235,8 +217,8 @@ def _lay_lattice(
     """
     T = recipe.steps
     if isinstance(recipe, ModelClipping):
-        apart, splits = recipe.model_clip, _split_models(recipe, compared_to, 0.0)[:-1]
-        c, apart = 1.0, apart * 2
+        splits = _split_models(recipe, compared_to, 0.0)[:-1]
+        c, apart = 1.0, 2 * recipe.model_clip
     else:
         rho = 1 - schedule(recipe.learning_rate, T)[: T - 1] * recipe.weight_decay
         sigma = schedule(recipe.noise_std, T)

@@ -15,8 +15,8 @@ an equal share of 1 - confidence.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -119,31 +119,34 @@ class Counts:
         )
 
 
-def lower_epsilon(counts: Counts, delta: float, alpha: float) -> Any:
-    """log((1 - β - δ)/α) with both rates on the safe side; at least 0.
+def lower_epsilon(counts: Counts, delta: float, alpha: float, least: float = 0.0) -> Any:
+    """log((1 - β - δ)/α) with both rates on the safe side; at least ``least``, as all of these.
 
     >>> round(float(lower_epsilon(Counts(0, 1000, 1000, 1000), 1e-5, 0.001)), 3)
     4.876
     """
-    return np.maximum(_foresee_epsilon(counts, delta, alpha), 0.0)
+    low, high = _bound_rates(counts, alpha)
+    return np.maximum(np.log(np.maximum(low - delta, 1e-300)) - np.log(high), least)
 
 
-def lower_delta(counts: Counts, epsilon: float, alpha: float) -> Any:
-    """1 - β - e^ε α with both rates on the safe side; at least 0.
+def lower_delta(counts: Counts, epsilon: float, alpha: float, least: float = 0.0) -> Any:
+    """1 - β - e^ε α with both rates on the safe side.
 
     >>> round(float(lower_delta(Counts(0, 1000, 1000, 1000), 0.0, 0.001)), 3)
     0.985
     """
-    return np.maximum(_foresee_delta(counts, epsilon, alpha), 0.0)
+    low, high = _bound_rates(counts, alpha)
+    return np.maximum(low - math.exp(min(epsilon, 700.0)) * high, least)
 
 
-def lower_mu(counts: Counts, alpha: float) -> Any:
-    """Φ⁻¹(1 - β) - Φ⁻¹(α) with both rates on the safe side; at least 0.
+def lower_mu(counts: Counts, alpha: float, least: float = 0.0) -> Any:
+    """Φ⁻¹(1 - β) - Φ⁻¹(α) with both rates on the safe side.
 
     >>> round(float(lower_mu(Counts(0, 1000, 1000, 1000), 0.001)), 3)
     4.858
     """
-    return np.maximum(_foresee_mu(counts, alpha), 0.0)
+    low, high = _bound_rates(counts, alpha)
+    return np.maximum(special.ndtri(low) - special.ndtri(high), least)
 
 
 def estimate_mu(counts: Counts) -> float:
@@ -220,21 +223,24 @@ def choose_thresholds(zero: Array, one: Array, claim: Claim, confidence: float) 
     >>> 0.5 < choice.mu.value < 1.5, choice.merit > 1
     (True, True)
     """
-    alpha = share(confidence)
+    known = {"alpha": share(confidence), "least": -math.inf}
     thresholds = _list_thresholds(zero, one)
-    ways = [_count_all(zero, one, thresholds)]
-    ways.append(ways[0].exchange())
-    mu, mu_value = _best(thresholds, [_foresee_mu(way, alpha) for way in ways])
-    epsilon, value = _best(thresholds, [_foresee_epsilon(way, claim.delta, alpha) for way in ways])
-    merits = [_ratio(value, claim.epsilon)]
-    if claim.mu is not None:
-        merits.append(_ratio(mu_value, claim.mu))
-    probes: list[tuple[float, float, Threshold]] = []
-    for probe, certified in claim.curve:
-        test, found = _best(thresholds, [_foresee_delta(way, probe, alpha) for way in ways])
-        probes.append((_ratio(found, certified), probe, test))
-    merit, probe, delta = max(probes, key=lambda item: item[0])
-    return Choice(mu, epsilon, delta, probe, max(*merits, merit))
+    counts = _count_all(zero, one, thresholds)
+
+    def choose(claimed: float, lower: Callable[..., Any], **at: float) -> tuple[float, Threshold]:
+        """How much of the claim is found (below 0: how far off it is), and by which threshold."""
+        found = np.stack([lower(way, **at, **known) for way in (counts, counts.exchange())])
+        way, place = np.unravel_index(int(np.argmax(found)), found.shape)
+        threshold = Threshold(float(thresholds[place]), exchanged=bool(way))
+        return float(found[way, place]) / max(claimed, 1e-12), threshold
+
+    mu = choose(claim.mu or 0.0, lower_mu)
+    epsilon = choose(claim.epsilon, lower_epsilon, delta=claim.delta)
+    deltas = {e: choose(allowed, lower_delta, epsilon=e) for e, allowed in claim.curve}
+    probe = max(deltas, key=lambda e: deltas[e][0])
+    delta = deltas[probe]
+    claimed = [epsilon, delta] if claim.mu is None else [mu, epsilon, delta]
+    return Choice(mu[1], epsilon[1], delta[1], probe, max(part for part, _ in claimed))
 
 
 def apply_thresholds(
@@ -283,35 +289,27 @@ def foresee_mu(mu: float, runs: int, confidence: float) -> float:
     return float(lower_mu(counts, share(confidence)))
 
 
-def largest_epsilon(runs: int, delta: float, confidence: float) -> float:
-    """What ``runs`` runs of each world would prove against a mechanism without any noise."""
-    return float(lower_epsilon(Counts(0, runs, runs, runs), delta, share(confidence)))
-
-
-def list_refuted(bounds: Bounds, claim: Claim, allowed: float) -> list[str]:
-    """Which of the claims the bounds exceed."""
-    found: list[str] = []
-    if bounds.epsilon > claim.epsilon:
-        found.append(f"epsilon is at least {bounds.epsilon:.4g}, not {claim.epsilon:.4g}")
-    if claim.mu is not None and bounds.mu > claim.mu:
-        found.append(f"mu is at least {bounds.mu:.4g}, not {claim.mu:.4g}")
-    if bounds.delta > allowed:
-        found.append(
-            f"delta at epsilon = {bounds.probe:.4g} is at least {bounds.delta:.4g}, "
-            f"not {allowed:.4g}"
+def write_verdict(
+    bounds: Bounds, claim: Claim, allowed: float, confidence: float
+) -> tuple[bool, str]:
+    """Whether the bounds refute the claim, and one sentence for people."""
+    mu = math.inf if claim.mu is None else claim.mu
+    refuted = [
+        f"{name} is at least {found:.4g}, not {claimed:.4g}"
+        for name, found, claimed in (
+            ("epsilon", bounds.epsilon, claim.epsilon),
+            ("mu", bounds.mu, mu),
+            (f"delta at epsilon = {bounds.probe:.4g}", bounds.delta, allowed),
         )
-    return found
-
-
-def write_verdict(refuted: list[str], bounds: Bounds, claim: Claim, confidence: float) -> str:
-    """One sentence for people."""
+        if found > claimed
+    ]
     sure = f"with confidence {confidence:g}"
     if refuted:
-        return f"The engine contradicts the claim: {'; '.join(refuted)}, {sure}."
+        return True, f"The engine contradicts the claim: {'; '.join(refuted)}, {sure}."
     shown = f"epsilon at least {bounds.epsilon:.4g} of {claim.epsilon:.4g}"
     if claim.mu is not None:
         shown += f", mu at least {bounds.mu:.4g} of {claim.mu:.4g}"
-    return f"No contradiction: the attacks prove {shown}, {sure}."
+    return False, f"No contradiction: the attacks prove {shown}, {sure}."
 
 
 def list_facts(audit: Audit) -> list[str]:
@@ -335,10 +333,10 @@ def list_facts(audit: Audit) -> list[str]:
         f"{audit.confidence:g}: could have proved epsilon up to {audit.epsilon_ceiling:.4g}"
         + ("" if audit.resolution is None else f" and {100 * audit.resolution:.0f} % of mu"),
     ]
-    if audit.run is not None and audit.run.noise_p_value is not None:
-        lines.append(f"  record       p-value of its noise {audit.run.noise_p_value:.3g}")
-    if audit.run is not None and audit.run.cells is not None:
-        cells = audit.run.cells
+    noise, cells = (audit.run.noise_p_value, audit.run.cells) if audit.run else (None, None)
+    if noise is not None:
+        lines.append(f"  record       p-value of its noise {noise:.3g}")
+    if cells is not None:
         lines.append(
             f"  bits         p-value {cells.p_value:.3g} of {cells.tests:,} counts in {cells.runs} "
             f"runs of {cells.parameters:,} parameters"
@@ -346,38 +344,10 @@ def list_facts(audit: Audit) -> list[str]:
     return lines
 
 
-def add_problems(audit: Audit, run: RunCheck) -> Audit:
-    """The audit with what the run itself showed; a problem there contradicts too."""
-    if not run.problems:
-        return replace(audit, run=run)
-    verdict = f"{audit.verdict} The run does not hold: {'; '.join(run.problems)}."
-    return replace(audit, run=run, contradicts=True, verdict=verdict)
-
-
-def _rates(counts: Counts, alpha: float) -> tuple[Any, Any]:
+def _bound_rates(counts: Counts, alpha: float) -> tuple[Any, Any]:
     """(the least true positives, the most false positives)."""
     low = bound_below(counts.true, counts.positives, alpha / 2)
     return low, bound_above(counts.false, counts.negatives, alpha / 2)
-
-
-def _foresee_epsilon(counts: Counts, delta: float, alpha: float) -> Any:
-    low, high = _rates(counts, alpha)
-    return np.log(np.maximum(low - delta, 1e-300)) - np.log(high)
-
-
-def _foresee_delta(counts: Counts, epsilon: float, alpha: float) -> Any:
-    low, high = _rates(counts, alpha)
-    return low - math.exp(min(epsilon, 700.0)) * high
-
-
-def _foresee_mu(counts: Counts, alpha: float) -> Any:
-    low, high = _rates(counts, alpha)
-    return special.ndtri(low) - special.ndtri(high)
-
-
-def _ratio(found: float, claimed: float) -> float:
-    """How much of the claim was found; below 0 where nothing was, the less the worse."""
-    return found / max(claimed, 1e-12)
 
 
 def _list_thresholds(zero: Array, one: Array) -> Array:
@@ -394,10 +364,3 @@ def _count_all(zero: Array, one: Array, thresholds: Array) -> Counts:
         return len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
 
     return Counts(above(zero), len(zero), above(one), len(one))
-
-
-def _best(thresholds: Array, values: Sequence[Array]) -> tuple[Threshold, float]:
-    """The threshold, and the way round, with the largest expected bound."""
-    stacked = np.stack(values)
-    way, place = np.unravel_index(int(np.argmax(stacked)), stacked.shape)
-    return Threshold(float(thresholds[place]), exchanged=bool(way)), float(stacked[way, place])

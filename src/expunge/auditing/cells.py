@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from expunge.accounting.precision import NoisyRecipe, choose_precision
 from expunge.auditing.attacks import find_reach, read_bits
-from expunge.noisy.noise import SeededNoise, SystemNoise
+from expunge.auditing.trials import choose_noise
 from expunge.noisy.run import unlearn
 from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
@@ -130,13 +130,12 @@ def examine_cells(
     counts = np.zeros((2, size, COLUMNS), np.uint8)
     for place in show_progress(range(runs), runs, "bits of cells", progress):
         world = place % 2
-        noise = SystemNoise() if seed is None else SeededNoise((seed << 23) + (1 << 22) + place)
         run = unlearn(
             _Wide(starts if world else -starts),
             _list_batches(recipe),
             recipe,
             loss_fn=lambda output, _: output.sum(),
-            noise=noise,
+            noise=choose_noise(seed, (1 << 22) + place),
         )
         released = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]).numpy()
         counts[world] += law.read(released)

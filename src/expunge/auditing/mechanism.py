@@ -10,6 +10,8 @@ certificate follows from itself and from its record.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
 import time
@@ -25,50 +27,21 @@ from scipy import special
 from expunge import recipes
 from expunge.accounting.guarantee import guarantee, log_delta
 from expunge.accounting.precision import NoisyRecipe, choose_precision, list_levels
-from expunge.auditing.attacks import (
-    DIRECTION,
-    Adversary,
-    Instructions,
-    Projection,
-    Statistic,
-    Trials,
-    describe,
-    find_reach,
-    fit_bit,
-    fit_projection,
-    fit_residue,
-    list_adversaries,
-    replaces_first_step,
-    score,
-)
-from expunge.auditing.bounds import (
-    Audit,
-    Choice,
-    Claim,
-    Counts,
-    RunCheck,
-    add_problems,
-    apply_thresholds,
-    choose_thresholds,
-    fewest_runs,
-    foresee_mu,
-    largest_epsilon,
-    list_refuted,
-    write_verdict,
-)
+from expunge.auditing import attacks, bounds
+from expunge.auditing.attacks import DIRECTION, Adversary, Statistic, replaces_first_step
+from expunge.auditing.bounds import Audit, Choice, Claim, Counts, RunCheck
 from expunge.auditing.cells import examine_cells
-from expunge.auditing.trials import unlearn_stack
+from expunge.auditing.trials import choose_noise, unlearn_stack
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
 from expunge.certificates.verification import find_differences
 from expunge.errors import InputError
 from expunge.files import to_plain, write_atomic
-from expunge.noisy.noise import Noise, SeededNoise, SystemNoise
-from expunge.progress import show_progress
+from expunge.progress import Bar
 from expunge.recipes import ComparedTo, Execution, ModelClipping, OutputPerturbation, schedule
 
 Array = npt.NDArray[np.float64]
-BLOCK = 1 << 15
+BLOCK, LEAST_BLOCK = 1 << 15, 1 << 10
 PILOT_SHARE = 0.2
 LEAST_PILOT = 400
 CLEAR = 0.2  # of the claim must be proved by the pilot before an attack is preferred to the first
@@ -116,45 +89,47 @@ def audit_mechanism(
         raise InputError.of("seconds", seconds, "a number above 0")
     if seed is not None and not 0 <= seed < SEEDS:
         raise InputError.of("seed", seed, f"a whole number from 0 to {SEEDS - 1}")
-    adversaries = list_adversaries(recipe, compared_to, (0.0, min(claim.epsilon, 2.0)))
-    pilots = len(adversaries)
-    budget = _plan_trials(recipe, adversaries, trials, seconds, confidence, seed)
-    pilot = max(LEAST_PILOT, math.ceil(PILOT_SHARE * budget / pilots))
-    attempts = [
-        _try(adversary, claim, confidence, _run(adversary, pilot, seed, place << 20))
-        for place, adversary in enumerate(adversaries)
-    ]
-    best = _prefer(attempts)
-    deadline = None if trials is not None else started + seconds
-    counts, fresh = _count(best, budget - pilots * pilot, seed, pilots << 20, deadline, progress)
-    bounds = apply_thresholds(best.choice, counts, claim, confidence)
-    allowed = dict(claim.curve)[bounds.probe]
-    refuted = list_refuted(bounds, claim, allowed)
+    adversaries = attacks.list_adversaries(recipe, compared_to, (0.0, min(claim.epsilon, 2.0)))
+    least = len(adversaries) * LEAST_PILOT + 2 * bounds.fewest_runs(confidence)
+    if trials is not None and not least <= trials <= MOST_ASKED:
+        valid = f"{least} to {MOST_ASKED} for a confidence of {confidence}"
+        raise InputError.of("trials", trials, valid)
+    most, time_left = (MOST_TRIALS, seconds) if trials is None else (trials, math.inf)
+    best, pilots = _run_pilots(adversaries, claim, confidence, seed, most, time_left)
+    left, pace = started + time_left - time.monotonic(), (time.monotonic() - started) / pilots
+    blocks = _run(best.adversary, most - pilots, seed, len(adversaries) << 20, started + time_left)
+    counts = _count(best, blocks, int(min(most - pilots, left / pace)), progress)
+    fresh = counts[0].negatives + counts[0].positives
+    proved = bounds.apply_thresholds(best.choice, counts, claim, confidence)
+    allowed = dict(claim.curve)[proved.probe]
+    contradicts, verdict = bounds.write_verdict(proved, claim, allowed, confidence)
+    silent = Counts(0, fresh // 2, fresh // 2, fresh // 2)
+    ceiling = bounds.lower_epsilon(silent, claim.delta, bounds.share(confidence))
     mu = claim.mu
     return Audit(
         method=recipes.method_name(recipe),
         recipe=recipes.to_dict(recipe),
         compared_to=compared_to,
-        epsilon_lower=bounds.epsilon,
+        epsilon_lower=proved.epsilon,
         epsilon_certified=claim.epsilon,
         delta=claim.delta,
-        mu_lower=bounds.mu,
-        mu_estimate=bounds.mu_estimate,
+        mu_lower=proved.mu,
+        mu_estimate=proved.mu_estimate,
         mu_certified=mu,
-        epsilon_probe=bounds.probe,
-        delta_lower=bounds.delta,
+        epsilon_probe=proved.probe,
+        delta_lower=proved.delta,
         delta_certified=allowed,
         confidence=confidence,
-        trials=fresh + pilots * pilot,
-        pilot_trials=pilots * pilot,
+        trials=fresh + pilots,
+        pilot_trials=pilots,
         seconds=time.monotonic() - started,
-        epsilon_ceiling=largest_epsilon(fresh // 2, claim.delta, confidence),
-        resolution=foresee_mu(mu, fresh // 2, confidence) / mu if mu else None,
-        attack=f"{best.adversary.describe()}; {describe(best.statistic)}",
+        epsilon_ceiling=float(ceiling),
+        resolution=bounds.foresee_mu(mu, fresh // 2, confidence) / mu if mu else None,
+        attack=f"{best.adversary.describe()}; {attacks.describe(best.statistic)}",
         noise="system" if seed is None else "seeded",
         seed=seed,
-        contradicts=bool(refuted),
-        verdict=write_verdict(refuted, bounds, claim, confidence),
+        contradicts=contradicts,
+        verdict=verdict,
     )
 
 
@@ -200,84 +175,63 @@ class _Attempt:
     choice: Choice
 
 
-def _plan_trials(
-    recipe: NoisyRecipe,
+def _run_pilots(
     adversaries: list[Adversary],
-    trials: int | None,
-    seconds: float,
+    claim: Claim,
     confidence: float,
     seed: int | None,
-) -> int:
-    """``trials``, or what fits into the time left after a few runs have been timed."""
-    least = len(adversaries) * LEAST_PILOT + 2 * fewest_runs(confidence)
-    if trials is not None:
-        if not least <= trials <= MOST_ASKED:
-            raise InputError.of(
-                "trials", trials, f"{least} to {MOST_ASKED} for a confidence of {confidence}"
-            )
-        return trials
-    began, each = time.monotonic(), math.inf
-    for size in (1024, _size_block(recipe)):
-        before = time.monotonic()
-        if before - began < 0.02 * seconds:
-            _run(adversaries[0], size, seed, (1 << 22) - 1)
-            each = (time.monotonic() - before) / size
-    left = 0.9 * seconds - (time.monotonic() - began)
-    return int(min(max(left / each, least), MOST_TRIALS))
+    most: int,
+    seconds: float,
+) -> tuple[_Attempt, int]:
+    """The best attempt of all adversaries, and how many runs it took to find it: half of a pilot
+    trains the statistics, the other half chooses among them."""
+    started, share, runs = time.monotonic(), PILOT_SHARE / len(adversaries), 0
+    found: list[_Attempt] = []
+    for place, adversary in enumerate(adversaries):
+        size, deadline = math.ceil(share * most), started + (place + 1) * share * seconds
+        blocks = _run(adversary, max(LEAST_PILOT, size), seed, place << 20, deadline)
+        zero, one = map(np.concatenate, zip(*blocks, strict=True))
+        half = len(zero) // 2
+        tried: list[_Attempt] = []
+        for statistic in _fit(adversary, zero[:half], one[:half]):
+            scores = attacks.score(statistic, zero[half:]), attacks.score(statistic, one[half:])
+            choice = bounds.choose_thresholds(*scores, claim, confidence)
+            tried.append(_Attempt(adversary, statistic, choice))
+        found.append(_prefer(tried))
+        runs += len(zero) + len(one)
+    return _prefer(found), runs
 
 
-def _size_block(recipe: NoisyRecipe) -> int:
-    """Runs at once: about as much work in a block whatever the number of steps."""
-    return max(BLOCK * 64 // max(64, len(list_levels(recipe))), 1024)
-
-
-def _run(adversary: Adversary, trials: int, seed: int | None, first: int) -> tuple[Array, Array]:
-    """What is released, around the centre: (world 0, world 1)."""
-    parts = list(_run_blocks(adversary, trials, seed, first))
-    zero, one = zip(*parts, strict=True)
-    return np.concatenate(zero), np.concatenate(one)
-
-
-def _run_blocks(
-    adversary: Adversary, trials: int, seed: int | None, first: int
+def _run(
+    adversary: Adversary, trials: int, seed: int | None, first: int, deadline: float
 ) -> Iterator[tuple[Array, Array]]:
+    """What is released, around the centre, block by block until the deadline: (world 0, world 1).
+
+    About as much work in a block whatever the number of steps, and less at first in a hurry.
+    """
     recipe = adversary.recipe
-    centre = torch.tensor(_CENTRE, dtype=torch.float64) * find_reach(recipe)
+    centre = torch.tensor(_CENTRE, dtype=torch.float64) * attacks.find_reach(recipe)
     steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
-    block = _size_block(recipe)
-    for place, start in enumerate(range(0, trials, block)):
-        rows = min(block, trials - start)
-        model = Trials(adversary.start(rows) + centre)
-        public = {"weight": centre[:2].expand(rows, 2), "bias": centre[2:].expand(rows, 1)}
+    block = max(BLOCK * 64 // max(64, len(list_levels(recipe))), LEAST_BLOCK)
+    done = 0
+    for place in itertools.count(first):
+        rows = min(block, trials - done)
+        if math.isfinite(deadline):
+            rows = min(rows, LEAST_BLOCK << min(place - first, 9))
         released = unlearn_stack(
-            model,
-            Instructions(steps, centre),
+            attacks.Trials(adversary.start(rows) + centre),
+            attacks.Instructions(steps, centre),
             recipe,
             loss_fn=adversary.loss,
-            noise=_choose_noise(seed, first + place),
-            centre=public,
+            noise=choose_noise(seed, place),
+            centre={"weight": centre[:2].expand(rows, 2), "bias": centre[2:].expand(rows, 1)},
         )
         with torch.no_grad():
             points = released(centre).numpy()
         yield points[1::2], points[::2]
-
-
-def _choose_noise(seed: int | None, place: int) -> Noise:
-    return SystemNoise() if seed is None else SeededNoise((seed << 23) + place)
-
-
-def _try(
-    adversary: Adversary, claim: Claim, confidence: float, pilot: tuple[Array, Array]
-) -> _Attempt:
-    """Train every statistic on one half of the pilot, choose on the other."""
-    zero, one = pilot
-    half = len(zero) // 2
-    found: list[_Attempt] = []
-    for statistic in _fit(adversary, zero[:half], one[:half]):
-        scores = score(statistic, zero[half:]), score(statistic, one[half:])
-        choice = choose_thresholds(*scores, claim, confidence)
-        found.append(_Attempt(adversary, statistic, choice))
-    return _prefer(found)
+        done += rows
+        if done == trials or time.monotonic() > deadline:
+            return
 
 
 def _prefer(attempts: list[_Attempt]) -> _Attempt:
@@ -287,43 +241,32 @@ def _prefer(attempts: list[_Attempt]) -> _Attempt:
 
 
 def _fit(adversary: Adversary, zero: Array, one: Array) -> Iterator[Statistic]:
-    yield Projection(DIRECTION)
-    yield fit_projection(zero, one)
+    yield attacks.Projection(DIRECTION)
+    yield attacks.fit_projection(zero, one)
     for axis in np.eye(len(DIRECTION)).tolist():
-        yield Projection(tuple(axis))
-    yield fit_bit(zero, one, choose_precision(adversary.recipe, len(DIRECTION)).grid)
+        yield attacks.Projection(tuple(axis))
+    yield attacks.fit_bit(zero, one, choose_precision(adversary.recipe, len(DIRECTION)).grid)
     if adversary.kind == "lattice":
-        yield fit_residue(zero, one, DIRECTION, adversary.period)
+        yield attacks.fit_residue(zero, one, DIRECTION, adversary.period)
     sigma = next(s for s in reversed(list_levels(adversary.recipe)) if s > 0)
     for unit in dict.fromkeys((sigma, math.ldexp(1.0, math.frexp(sigma)[1]))):
         for bits in (8, 14):
-            yield fit_residue(zero, one, (1.0, 0.0, 0.0), math.ldexp(unit, -bits))
+            yield attacks.fit_residue(zero, one, (1.0, 0.0, 0.0), math.ldexp(unit, -bits))
 
 
 def _count(
-    attempt: _Attempt,
-    trials: int,
-    seed: int | None,
-    first: int,
-    deadline: float | None,
-    progress: bool,
-) -> tuple[tuple[Counts, Counts, Counts], int]:
-    """Fresh runs, counted block by block: how often each test rejects, and how many ran."""
+    attempt: _Attempt, blocks: Iterator[tuple[Array, Array]], most: int, progress: bool
+) -> tuple[Counts, Counts, Counts]:
+    """How often each test, for μ, ε and δ, rejects in fresh runs."""
     tests = (attempt.choice.mu, attempt.choice.epsilon, attempt.choice.delta)
-    sums, done = np.zeros((3, 4), np.int64), 0
-    blocks = _run_blocks(attempt.adversary, trials, seed, first)
-    block = _size_block(attempt.adversary.recipe)
-    shown = show_progress(range(0, trials, block), trials, "auditing", progress)
-    for _, (zero, one) in zip(shown, blocks, strict=False):
-        scores = score(attempt.statistic, zero), score(attempt.statistic, one)
-        for row, test in enumerate(tests):
-            c = test.count(*scores)
-            sums[row] += (c.false, c.negatives, c.true, c.positives)
-        done += len(zero) + len(one)
-        if deadline is not None and time.monotonic() > deadline:
-            break
-    mu, epsilon, delta = (Counts(*(int(n) for n in row)) for row in sums)
-    return (mu, epsilon, delta), done
+    sums = np.zeros((3, 4), np.int64)
+    with Bar(most, "auditing", wanted=progress) as bar:
+        for worlds in blocks:
+            scores = [attacks.score(attempt.statistic, world) for world in worlds]
+            sums += [dataclasses.astuple(test.count(*scores)) for test in tests]
+            bar.update(int(sums[0, 1] + sums[0, 3]))
+    mu, epsilon, delta = (Counts(*map(int, row)) for row in sums)
+    return mu, epsilon, delta
 
 
 def audit_run(
@@ -373,7 +316,10 @@ def audit_run(
         seed=seed,
         progress=progress,
     )
-    found = add_problems(found, RunCheck(chance, cells, tuple(problems)))
+    found = replace(found, run=RunCheck(chance, cells, tuple(problems)))
+    if problems:
+        verdict = f"{found.verdict} The run does not hold: {'; '.join(problems)}."
+        found = replace(found, contradicts=True, verdict=verdict)
     text = json.dumps(to_plain(found), ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(folder / "audit.json", (text + "\n").encode())
     return found

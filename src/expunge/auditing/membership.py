@@ -1,10 +1,11 @@
 """Membership inference against forgotten examples: shadow runs, attacks, and what is allowed.
 
 Shadow runs repeat the whole story (train, forget, release) with members drawn by fair coins; an
-attack scores every candidate in every run, and a good one scores members higher. U-LiRA (Hayes et
-al. 2024, after Carlini et al. 2022) compares each candidate with itself: the likelihood ratio of
-its log-odds under the other runs that had it and the other runs that had not. Coins are fair and
-independent, so a model that never depended on them gives every attack an AUC of 1/2.
+attack scores every candidate in every run, and a good one scores members higher. Two of them read
+the log-odds s of a candidate's class. A threshold on the loss is one on s, as the cross-entropy is
+log(1 + e^-s). U-LiRA (Hayes et al. 2024, after Carlini et al. 2022) compares each candidate with
+itself: the likelihood ratio of s under the other runs that had it and the other runs that had not.
+Coins are fair and independent, so a model that never depended on them gives both an AUC of 1/2.
 
 Any two starts of a certified run are indistinguishable as the certificate says, so no attack on
 what it releases has a curve above ``bound_roc``: 1 - β ≤ min over ε of e^ε α + δ(ε), and the same
@@ -32,28 +33,25 @@ from expunge.errors import CertificateError, InputError
 from expunge.files import read_limited, to_plain, write_atomic
 from expunge.progress import show_progress
 from expunge.recipes import IDEAL, Execution, Recipe, method_name
-from expunge.reports.charts import Axis, Chart, Mark, Series, write_charts
+from expunge.reports.charts import Axis, Chart, Series, write_charts
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
-LEVELS = (0.01, 0.001)
 GRID = 61
 LIMIT = 50.0
 MAX_BYTES = 100_000_000
+ORIGINAL = "original"
+FEWEST_SHADOWS = 4
+_BATCH = 4096
 
 
 @dataclass(frozen=True, eq=False)
 class Signals:
-    """Of run k and candidate i, by arm: the log-odds of its class, its loss, and the confidence.
-
-    ``members[k, i]``: whether run k was trained on it. ``confidences`` are the largest class
-    probabilities, which need no label.
-    """
+    """``members[k, i]``: whether run k was trained on candidate i; ``odds[arm][k, i]``: the
+    log-odds of its class in the model that the arm released."""
 
     members: Mask
     odds: Mapping[str, Array]
-    losses: Mapping[str, Array]
-    confidences: Mapping[str, Array]
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,7 @@ class Attack:
     auc: float
     auc_interval: tuple[float, float]
     tpr_at_1_percent: float
-    tpr_at_1_percent_interval: tuple[float, float]
     tpr_at_01_percent: float
-    tpr_at_01_percent_interval: tuple[float, float]
     advantage: float
     advantage_interval: tuple[float, float]
     roc: tuple[float, ...]
@@ -104,7 +100,7 @@ def examine(
     >>> members = rng.random((8, 50)) < 0.5
     >>> told = {"original": 3.0 * members + rng.normal(size=members.shape)}
     >>> from expunge import OutputPerturbation
-    >>> found = examine(Signals(members, told, told, told), OutputPerturbation(1.0, 4.0))
+    >>> found = examine(Signals(members, told), OutputPerturbation(1.0, 4.0))
     >>> found.attacks["original"]["u-lira"].auc > 0.9, round(found.advantage_allowed, 3)
     (True, 0.197)
     """
@@ -114,17 +110,13 @@ def examine(
     negatives = int((~members).sum())
     fpr = np.geomspace(1 / max(negatives, 2), 1.0, GRID)
     rng = np.random.default_rng(seed)
-    attacks: dict[str, dict[str, Attack]] = {}
-    for arm, odds in signals.odds.items():
-        scores = {
-            "loss": -signals.losses[arm],
-            "confidence": signals.confidences[arm],
-            "u-lira": score_ratio(odds, members),
+    attacks = {
+        arm: {
+            name: measure_attack(scores, members, fpr, resamples, rng)
+            for name, scores in (("loss", odds), ("u-lira", score_ratio(odds, members)))
         }
-        attacks[arm] = {
-            name: measure_attack(values, members, fpr, resamples, rng)
-            for name, values in scores.items()
-        }
+        for arm, odds in signals.odds.items()
+    }
     return Membership(
         method=method_name(recipe),
         shadows=len(members),
@@ -165,26 +157,17 @@ def score_ratio(odds: Array, members: Mask) -> Array:
 def measure_attack(
     scores: Array, members: Mask, fpr: Array, resamples: int, rng: np.random.Generator
 ) -> Attack:
-    """AUC, true-positive rates and advantage, each with its interval, and the curve."""
-    curve = trace_roc(scores, members)
-    value = _summarise(*curve)
-    draws = np.empty((resamples, 4))
+    """AUC and advantage, each with its interval, true-positive rates, and the curve."""
+    false, true = trace_roc(scores, members)
+    auc, advantage = _summarise(false, true)
+    draws = np.empty((resamples, 2))
     for row in draws:
         chosen = np.ix_(*(rng.integers(n, size=n) for n in scores.shape))
         row[:] = _summarise(*trace_roc(scores[chosen], members[chosen]))
-    low, high = np.quantile(draws, [0.025, 0.975], axis=0)
-    ends = [(float(a), float(b)) for a, b in zip(low, high, strict=True)]
-    return Attack(
-        auc=value[0],
-        auc_interval=ends[0],
-        tpr_at_1_percent=value[1],
-        tpr_at_1_percent_interval=ends[1],
-        tpr_at_01_percent=value[2],
-        tpr_at_01_percent_interval=ends[2],
-        advantage=value[3],
-        advantage_interval=ends[3],
-        roc=tuple(_read_curve(*curve, fpr).tolist()),
-    )
+    (low, least), (high, most) = np.quantile(draws, [0.025, 0.975], axis=0).tolist()
+    one, tenth = _read_curve(false, true, np.array([0.01, 0.001])).tolist()
+    roc = tuple(_read_curve(false, true, fpr).tolist())
+    return Attack(auc, (low, high), one, tenth, advantage, (least, most), roc)
 
 
 def trace_roc(scores: Array, members: Mask) -> tuple[Array, Array]:
@@ -245,18 +228,18 @@ def save_membership(found: Membership, directory: str | Path) -> Path:
 
 def draw_roc(found: Membership) -> Chart:
     """Curves of the strongest attack on every arm, on logarithmic axes, and what is allowed."""
-    lines: dict[str, tuple[tuple[float, ...], Mark]] = {}
-    for arm, attacks in found.attacks.items():
-        name, best = max(attacks.items(), key=lambda item: item[1].auc)
-        lines[f"{arm}: {name}, AUC {best.auc:.3f}"] = best.roc, "curve"
-    told = " ".join(f"{name}." for name in lines)
-    lines["most that the certificate allows"] = found.tpr_allowed, "level"
-    lines["guessing"] = found.fpr, "level"
+    best = {
+        arm: max(attacks.items(), key=lambda item: item[1].auc)
+        for arm, attacks in found.attacks.items()
+    }
+    lines = {f"{arm}: {name}, AUC {a.auc:.3f}": a.roc for arm, (name, a) in best.items()}
+    levels = {"most that the certificate allows": found.tpr_allowed, "guessing": found.fpr}
     x = tuple(np.log10(found.fpr).tolist())
-    series = [
-        Series(name, x, tuple(math.log10(rate) if rate > 0 else None for rate in rates), mark)
-        for name, (rates, mark) in lines.items()
-    ]
+    series: list[Series] = []
+    for name, rates in (lines | levels).items():
+        y = tuple(math.log10(rate) if rate > 0 else None for rate in rates)
+        series.append(Series(name, x, y, "level" if name in levels else "curve"))
+    told = " ".join(f"{name}." for name in lines)
     return Chart(
         "membership",
         "Membership inference against forgotten examples",
@@ -267,20 +250,15 @@ def draw_roc(found: Membership) -> Chart:
     )
 
 
-def _summarise(false: Array, true: Array) -> tuple[float, ...]:
-    area = float(np.sum(np.diff(false) * (true[1:] + true[:-1]) / 2))
-    rates = _read_curve(false, true, np.array(LEVELS))
-    return area, float(rates[0]), float(rates[1]), float(np.max(true - false))
+def _summarise(false: Array, true: Array) -> tuple[float, float]:
+    """(area, advantage)."""
+    area = np.sum(np.diff(false) * (true[1:] + true[:-1]) / 2)
+    return float(area), float(np.max(true - false))
 
 
 def _read_curve(false: Array, true: Array, fpr: Array) -> Array:
     """The best true-positive rate of a threshold with at most this false-positive rate."""
     return true[np.searchsorted(false, fpr * (1 + 1e-12), side="right") - 1]
-
-
-ORIGINAL = "original"
-FEWEST_SHADOWS = 4
-_BATCH = 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,39 +307,36 @@ def run_shadows(
     rng = np.random.default_rng(seed)
     members = rng.random((shadows, len(inputs))) < 0.5
     seeds = rng.integers(2**31, size=shadows).tolist()
-    shape = (3, shadows, len(inputs))
-    found = {name: np.empty(shape) for name in (ORIGINAL, *arms)}
+    odds = {name: np.empty(members.shape) for name in (ORIGINAL, *arms)}
     for k in show_progress(range(shadows), shadows, "shadow runs", progress):
         chosen = torch.from_numpy(members[k])
         shadow = Shadow(k, seeds[k], chosen, train(chosen, seeds[k]))
-        found[ORIGINAL][:, k] = read_signals(shadow.original, inputs, targets)
+        odds[ORIGINAL][k] = read_odds(shadow.original, inputs, targets)
         for name, arm in arms.items():
-            found[name][:, k] = read_signals(arm(shadow), inputs, targets)
-    odds, losses, confidences = (
-        {name: values[place] for name, values in found.items()} for place in range(3)
-    )
-    return Signals(members, odds, losses, confidences)
+            odds[name][k] = read_odds(arm(shadow), inputs, targets)
+    return Signals(members, odds)
 
 
-def read_signals(model: nn.Module, inputs: Tensor, targets: Tensor) -> np.ndarray[Any, Any]:
-    """Rows: log-odds of the true class, cross-entropy, largest probability; in ``eval`` mode.
+def read_odds(model: nn.Module, inputs: Tensor, targets: Tensor) -> Array:
+    """Log-odds of the true class, in ``eval`` mode.
 
     >>> model = nn.Linear(2, 2, bias=False)
     >>> model.weight.data = torch.eye(2)
-    >>> read_signals(model, torch.tensor([[3.0, 1.0]]), torch.tensor([0])).round(3).tolist()
-    [[2.0], [0.127], [0.881]]
+    >>> read_odds(model, torch.tensor([[3.0, 1.0]]), torch.tensor([0])).round(3).tolist()
+    [2.0]
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     training = model.training
-    rows: list[Tensor] = []
     try:
         model.eval()
         with torch.no_grad():
-            for x, y in zip(inputs.split(_BATCH), targets.split(_BATCH), strict=True):
-                rows.append(_read_batch(model(x.to(device)), y.to(device)))
+            rows = [
+                _read_batch(model(x.to(device)), y.to(device))
+                for x, y in zip(inputs.split(_BATCH), targets.split(_BATCH), strict=True)
+            ]
     finally:
         model.train(training)
-    return torch.cat(rows, dim=1).numpy()
+    return torch.cat(rows).numpy()
 
 
 def _read_batch(output: Any, targets: Tensor) -> Tensor:
@@ -375,9 +350,6 @@ def _read_batch(output: Any, targets: Tensor) -> Tensor:
         raise InputError("the model's output is not finite; it must be " + valid)
     if targets.ndim != 1 or targets.is_floating_point() or int(targets.max()) >= logits.shape[1]:
         raise InputError("targets must be one class number per example, below the output's columns")
-    z = logits.double()
-    own = z.gather(1, targets[:, None].long())
-    rest = z.scatter(1, targets[:, None].long(), -torch.inf).logsumexp(dim=1)
-    whole = z.logsumexp(dim=1)
-    own = own[:, 0]
-    return torch.stack([own - rest, whole - own, (z.amax(dim=1) - whole).exp()]).cpu()
+    z, own = logits.double(), targets[:, None].long()
+    rest = z.scatter(1, own, -torch.inf).logsumexp(dim=1)
+    return (z.gather(1, own)[:, 0] - rest).cpu()

@@ -22,7 +22,7 @@ from expunge.accounting.precision import NoisyRecipe, list_levels
 from expunge.errors import InputError
 from expunge.noisy.loop import Loop
 from expunge.noisy.model import Centre, CertifiedModel, check_finite, copy_model
-from expunge.noisy.noise import Array, Noise, NoiseStream, StepNoise
+from expunge.noisy.noise import Array, Noise, NoiseStream, SeededNoise, StepNoise, SystemNoise
 from expunge.noisy.team import Team
 from expunge.noisy.vector import GridVector, Norms, Update, clip_factor, round_cells
 from expunge.processes.group import Processes
@@ -57,6 +57,11 @@ def unlearn_stack(
         team = StackedTeam(Processes(), stack)
         StackedLoop(stack, recipe, retain_loader, loss_fn, noise, team).run({})
     return stack.model
+
+
+def choose_noise(seed: int | None, place: int) -> Noise:
+    """The operating system's, or the noise at one of 2²³ places of a seed."""
+    return SystemNoise() if seed is None else SeededNoise((seed << 23) + place)
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,7 @@ class StackedNoise(StepNoise):
 class StackedTeam(Team):
     """One process, whose vector is a stack."""
 
-    def make_vector(self, grid: float, noisy: bool) -> StackedVector:
+    def make_vector(self, grid: float) -> StackedVector:
         centre = self.certified.centre
         points = None if centre is None else list(centre.values())
         return StackedVector(list(self.certified.certified.values()), points, grid)
