@@ -1,12 +1,14 @@
 """Checkpoint files: whole or absent, of one run and no other, without a key."""
 
+import errno
 import math
+import os
 from dataclasses import asdict
 
 import pytest
 import torch
 
-from expunge import Checkpoint, InputError
+from expunge import Checkpoint, InputError, RunError
 from expunge.noisy.checkpoint import (
     Progress,
     load_checkpoint,
@@ -89,6 +91,22 @@ def test_half_written_files_are_deleted_and_nothing_else(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     remove_leftovers(tmp_path / "state")
     assert sorted(p.name for p in tmp_path.iterdir()) == [".other.1.tmp", "state"]
+
+
+def test_a_full_disk_is_one_sentence_and_keeps_the_state_before(tmp_path, monkeypatch):
+    def fill(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    vector, processes, path = make_vector(), Processes(), tmp_path / "state"
+    save_state(path, processes, PROGRESS, IDENTITY, TENSORS, vector)
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", fill)
+    with pytest.raises(RunError, match="cannot be written: No space left on device") as caught:
+        save_state(path, processes, PROGRESS, IDENTITY, {}, vector)
+    assert caught.value.exit_code == 3
+    assert "\n" not in str(caught.value)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["state"]
 
 
 def test_no_key_is_in_the_file(tmp_path):

@@ -11,7 +11,7 @@ import torch
 
 from engine import NOISY
 from expunge import SeededNoise
-from expunge.certificates.hashing import INDEX, hash_index
+from expunge.certificates.hashing import INDEX, hash_weights
 from expunge.certificates.record import RunRecord
 from expunge.errors import CertificateError, UnlearningError
 from expunge.noisy.sharded_vector import check_spans, locate_spans
@@ -138,7 +138,7 @@ def test_shards_have_the_hash_of_the_whole_in_memory_and_in_files(reports):
     for report in found:
         assert report["files"]["together"] == report["files"]["whole"]
     index = folder / "shards" / INDEX
-    digest, layouts = hash_index(index)
+    digest, layouts = hash_weights(index)
     assert digest == found[0]["files"]["whole"]
     assert sorted(layouts) == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     for change in (index, folder / "shards" / "model-00002-of-00002.safetensors"):
@@ -147,12 +147,12 @@ def test_shards_have_the_hash_of_the_whole_in_memory_and_in_files(reports):
             change.write_bytes(kept[:place] + bytes([kept[place] ^ 1]) + kept[place + 1 :])
             assert hash_or_none(index) != digest
         change.write_bytes(kept)
-    assert hash_index(index)[0] == digest
+    assert hash_weights(index)[0] == digest
 
 
 def hash_or_none(index):
     try:
-        return hash_index(index)[0]
+        return hash_weights(index)[0]
     except CertificateError:
         return None
 

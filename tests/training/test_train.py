@@ -19,7 +19,7 @@ from expunge.processes.weights import hash_weights
 from expunge.tasks import digits
 from expunge.training.batches import Batches
 from expunge.training.evaluation import evaluate
-from expunge.training.randomness import capture_random
+from expunge.training.randomness import capture_random, find_generators, seeded_random
 from expunge.training.train import fine_tune, schedule_factor, train
 
 torch.set_num_threads(1)
@@ -258,3 +258,22 @@ def test_evaluation_matches_by_hand_whatever_the_batch_size():
     assert model.training
     with pytest.raises(InputError, match="number of inputs is 0"):
         evaluate(model, toy.inputs[:0], toy.targets[:0])
+
+
+def test_the_global_state_and_the_loaders_generators_are_streams_apart():
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.zeros(4, 1)),
+        sampler=torch.utils.data.RandomSampler(range(4), generator=torch.Generator()),
+        generator=torch.Generator(),
+    )
+    own = find_generators(loader)
+    assert len(own) == 2
+    before = [generator.get_state() for generator in own]
+    drawn = list[list[float]]()
+    for _ in range(2):
+        with seeded_random(3, loader):
+            drawn += [torch.rand(4, generator=g).tolist() for g in (None, *own)]
+    assert drawn[:3] == drawn[3:]
+    assert len({tuple(numbers) for numbers in drawn}) == 3
+    for generator, state in zip(own, before, strict=True):
+        assert torch.equal(generator.get_state(), state)

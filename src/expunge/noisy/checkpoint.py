@@ -17,7 +17,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from expunge.errors import InputError
+from expunge.errors import InputError, RunError
 from expunge.noisy.sharded_vector import ShardedVector
 from expunge.noisy.vector import CertifiedVector
 from expunge.processes.group import Processes
@@ -83,18 +84,21 @@ def save_state(
     """Write everything; the state before stays until the new one is complete."""
     if processes.alone:
         parts = {_VECTOR + name: t for name, t in vector.state().items()}
-        save_checkpoint(path, progress, identity, {**tensors, **parts})
+        with _writing(path):
+            save_checkpoint(path, progress, identity, {**tensors, **parts})
         return
     name = _name(progress)
-    if processes.leads:
-        path.mkdir(parents=True, exist_ok=True)
+    with processes.together(), _writing(path):
+        if processes.leads:
+            path.mkdir(parents=True, exist_ok=True)
     if processes.share((path / name / ".metadata").exists()):
         return  # nothing was done since the last save
-    with processes.listening("saving a checkpoint"):
+    with _writing(path), processes.listening("saving a checkpoint"):
         save(_list_parts(vector), checkpoint_id=str(path / name))
-    if processes.leads:
-        save_checkpoint(path / STATE, progress, identity, tensors)
-        _remove_others(path, name)
+    with processes.together(), _writing(path):
+        if processes.leads:
+            save_checkpoint(path / STATE, progress, identity, tensors)
+            _remove_others(path, name)
 
 
 def load_state(
@@ -125,10 +129,30 @@ def load_state(
         try:
             load(_list_parts(vector), checkpoint_id=str(path / _name(progress)))
         except CheckpointException as error:
-            first = next(iter(error.failures.values()), (error, None))
-            raise InputError(f"checkpoint {path} cannot be read: {first[0]}") from None
+            raise InputError(f"checkpoint {path} cannot be read: {_find_cause(error)}") from None
     vector.load(vector.state())
     return found
+
+
+@contextmanager
+def _writing(path: Path) -> Generator[None]:
+    """A state that cannot be written, on a full disk above all, is one sentence: try again."""
+    try:
+        yield
+    except (OSError, CheckpointException) as error:
+        cause = _find_cause(error)
+        reason = cause.strerror if isinstance(cause, OSError) and cause.strerror else cause
+        raise RunError(
+            f"checkpoint {path} cannot be written: {reason}; the state saved before it is still "
+            "there, and --resume goes on from it"
+        ) from error
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """The first failure of any process."""
+    if isinstance(error, CheckpointException):
+        return next(iter(error.failures.values()), (error, None))[0]
+    return error
 
 
 def save_checkpoint(

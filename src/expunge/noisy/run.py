@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from expunge import recipes
 from expunge.accounting.precision import NoisyRecipe
@@ -32,9 +32,10 @@ from expunge.noisy.team import Team
 from expunge.processes.group import Processes, find_processes
 from expunge.processes.weights import hash_weights, list_tensors, view_bytes
 from expunge.recipes import Execution
-from expunge.training.batches import count_examples, count_samples
+from expunge.training.batches import count_samples, find_tensors
 from expunge.training.losses import LossFunction
 from expunge.training.randomness import untouched_random
+from expunge.training.train import read_retained
 
 Start = Literal["model", "centre"]
 
@@ -91,10 +92,10 @@ def unlearn(
     (3, 6, 'system')
     """
     recipe, source = _check_recipe(recipe, start), check_noise(noise)
-    retained = read_names(getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids)
     forgotten = read_names(forget_ids)
+    retained = read_names(getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids)
     forget, retain = commit_disjoint(forgotten, retained)
-    checked = _check_lengths(forgotten, retained, retain_loader)
+    read_retained(retain_loader, retained, None)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of("checkpoint", checkpoint, "a Checkpoint(path, every, resume) or None")
     if checkpoint is not None and checkpoint.place.exists() and not checkpoint.resume:
@@ -147,7 +148,7 @@ def unlearn(
         centre=held,
         forget=forget,
         retain=retain,
-        checked=checked,
+        checked=None not in (forgotten, retained, count_samples(retain_loader)),
         start=start,
         resumed=loop.resumed,
         processes=team.describe(),
@@ -172,7 +173,7 @@ def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
     if isinstance(loader, list | tuple):
         held += cast(Sequence[object], loader)
     digest = hashlib.sha256()
-    for tensor in _find_tensors(held):
+    for tensor in find_tensors(held):
         digest.update(str((tensor.shape, tensor.dtype)).encode())
         digest.update(view_bytes(tensor))
     return {
@@ -184,19 +185,6 @@ def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def _find_tensors(value: object) -> Iterable[Tensor]:
-    match value:
-        case Tensor():
-            yield value
-        case list() | tuple():
-            for item in cast(Sequence[object], value):
-                yield from _find_tensors(item)
-        case dict():
-            yield from _find_tensors(list(cast(dict[str, object], value).values()))
-        case _:
-            pass
-
-
 def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
     if not isinstance(recipe, NoisyRecipe):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of(
@@ -205,20 +193,6 @@ def _check_recipe(recipe: NoisyRecipe, start: Start) -> NoisyRecipe:
     if start not in ("model", "centre"):
         raise InputError.of("start", start, "'model' or 'centre'")
     return recipe if start == "model" else replace(recipe, start_clip=0.0)
-
-
-def _check_lengths(
-    forgotten: Sequence[str] | None, retained: Sequence[str] | None, loader: Iterable[Any]
-) -> bool:
-    """Whether both sets of identifiers are known, and the retained one is that of the data."""
-    count = count_samples(loader)
-    if count is None and isinstance(loader, list | tuple):
-        count = sum(count_examples(batch) for batch in cast(Sequence[Any], loader)) or None
-    if retained is not None and count is not None and len(retained) != count:
-        raise InputError.of(
-            "number of retain_ids", len(retained), f"{count}, one for each retained example"
-        )
-    return forgotten is not None and retained is not None and count is not None
 
 
 def _digest(names: Iterable[str]) -> str:

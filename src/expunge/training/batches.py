@@ -142,17 +142,36 @@ class Cycle:
         return iter(self.loader)
 
 
+def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The batch with every tensor changed; tuples, lists and mappings keep their kind."""
+    match batch:
+        case Tensor():
+            return change(batch)
+        case list() | tuple():
+            changed = [map_tensors(item, change) for item in cast(Sequence[Any], batch)]
+            return changed if isinstance(batch, list) else tuple(changed)
+        case Mapping():
+            items = cast(Mapping[str, Any], batch).items()
+            return {key: map_tensors(value, change) for key, value in items}
+        case _:
+            return batch
+
+
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """A copy of the batch on ``device``; tuples, lists and mappings keep their kind."""
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True, copy=True)
-    if isinstance(batch, tuple | list):
-        moved = [move_batch(item, device) for item in cast(Sequence[Any], batch)]
-        return moved if isinstance(batch, list) else tuple(moved)
-    if isinstance(batch, Mapping):
-        items = cast(Mapping[str, Any], batch).items()
-        return {key: move_batch(value, device) for key, value in items}
-    return batch
+    """A copy of the batch on ``device``."""
+    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True, copy=True))
+
+
+def find_tensors(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in order."""
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(batch, note)
+    return found
 
 
 def count_samples(data: object) -> int | None:
@@ -173,12 +192,5 @@ def count_examples(batch: Any) -> int:
     >>> count_examples({"input_ids": torch.zeros(4, 7)}), count_examples((torch.zeros(3, 2), 1))
     (4, 3)
     """
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.ndim > 0 else 1
-    if isinstance(batch, tuple | list):
-        parts: Iterable[Any] = cast(Sequence[Any], batch)
-    elif isinstance(batch, Mapping):
-        parts = cast(Mapping[str, Any], batch).values()
-    else:
-        return 0
-    return next((n for n in map(count_examples, parts) if n > 0), 0)
+    counts = (len(tensor) if tensor.ndim > 0 else 1 for tensor in find_tensors(batch))
+    return next((count for count in counts if count > 0), 0)

@@ -11,7 +11,7 @@ runs one that is another's with weight 0, because sharded models need every proc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.group import Processes
-from expunge.training.batches import count_examples, count_samples
+from expunge.training.batches import count_examples, count_samples, map_tensors
 
 
 @dataclass(frozen=True)
@@ -59,27 +59,16 @@ def split_batch(batch: Any, rank: int, size: int) -> Share:
     if total < 1:
         raise UnlearningError("a batch holds no tensor to split between processes")
     start, stop, count = locate_share(total, rank, size)
-    return Share(_slice(batch, total, start, stop), count, total)
 
-
-def _slice(item: Any, total: int, start: int, stop: int) -> Any:
-    if isinstance(item, Tensor):
-        if item.ndim == 0:
-            return item
-        if item.shape[0] != total:
+    def cut(tensor: Tensor) -> Tensor:
+        if tensor.ndim > 0 and len(tensor) != total:
             raise UnlearningError(
-                f"a batch of {total} examples holds a tensor of shape {tuple(item.shape)}; to be "
+                f"a batch of {total} examples holds a tensor of shape {tuple(tensor.shape)}; to be "
                 "split between processes, every tensor must have the examples first"
             )
-        return item[start:stop]
-    if isinstance(item, tuple | list):
-        items = cast(Sequence[Any], item)
-        parts = [_slice(part, total, start, stop) for part in items]
-        return parts if isinstance(item, list) else tuple(parts)
-    if isinstance(item, Mapping):
-        pairs = cast(Mapping[str, Any], item).items()
-        return {key: _slice(value, total, start, stop) for key, value in pairs}
-    return item
+        return tensor[start:stop] if tensor.ndim > 0 else tensor
+
+    return Share(map_tensors(batch, cut), count, total)
 
 
 def check_shares(loader: object, processes: Processes) -> None:
