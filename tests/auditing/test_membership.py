@@ -206,7 +206,7 @@ def test_an_unlearning_that_forgets_nothing_is_found_out(found):
     assert found.attacks["fine-tuned only"]["u-lira"].auc_interval[0] > 0.65
 
 
-def test_it_is_saved_drawn_and_merged(found, tmp_path):
+def test_it_is_saved_and_merged(found, tmp_path):
     (tmp_path / "audit.json").write_text('{"epsilon_lower": 0.5}')
     save_membership(found, tmp_path)
     saved = json.loads((tmp_path / "audit.json").read_text())
@@ -215,7 +215,6 @@ def test_it_is_saved_drawn_and_merged(found, tmp_path):
     assert part["shadows"] == 12
     assert part["attacks"]["original"]["u-lira"]["auc"] == found.attacks["original"]["u-lira"].auc
     assert len(part["fpr"]) == len(part["tpr_allowed"]) == 61
-    assert "<svg" in (tmp_path / "membership.svg").read_text()[:2000]
     (tmp_path / "audit.json").write_text("{")
     with pytest.raises(CertificateError, match="is not JSON"):
         save_membership(found, tmp_path)

@@ -75,11 +75,11 @@ def test_it_loads_with_no_error_and_no_request(folder: Path, tmp_path: Path, nam
     assert asked == []
     captions = find_text(dom, "caption")
     assert "Exact values of the certificate" in captions
-    assert ("The trace in numbers" in captions) is (name == "report.html")
+    assert ("What to look at" in captions) is (name == "report.html")
     certificate = json.loads((folder / "certificate.json").read_text())
     cells = find_text(dom, "td")
     assert repr(certificate["epsilon"]) in cells
-    assert dom.count("<svg") == (6 if name == "report.html" else 3)
+    assert dom.count("<svg") == (5 if name == "report.html" else 3)
 
 
 def test_an_error_or_a_request_would_have_been_seen(tmp_path: Path) -> None:

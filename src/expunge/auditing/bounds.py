@@ -314,34 +314,33 @@ def write_verdict(
 
 def list_facts(audit: Audit) -> list[str]:
     """The audit for people, line by line."""
-    lines = [
-        audit.verdict,
-        f"  method       {audit.method}, compared to {audit.compared_to}",
-        f"  epsilon      at least {audit.epsilon_lower:.4g}, certified "
-        f"{audit.epsilon_certified:.6g} at delta = {audit.delta:g}",
-    ]
-    if audit.mu_certified is not None:
-        lines.append(
-            f"  mu           at least {audit.mu_lower:.4g}, estimated {audit.mu_estimate:.4g}, "
-            f"certified {audit.mu_certified:.6g}"
+    a, cells = audit, None if audit.run is None else audit.run.cells
+    facts = {
+        "method": f"{a.method}, compared to {a.compared_to}",
+        "epsilon": f"at least {a.epsilon_lower:.4g}, certified {a.epsilon_certified:.6g} "
+        f"at delta = {a.delta:g}",
+    }
+    if a.mu_certified is not None:
+        facts["mu"] = (
+            f"at least {a.mu_lower:.4g}, estimated {a.mu_estimate:.4g}, "
+            f"certified {a.mu_certified:.6g}"
         )
-    lines += [
-        f"  delta        at least {audit.delta_lower:.4g}, certified {audit.delta_certified:.4g} "
-        f"at epsilon = {audit.epsilon_probe:.4g}",
-        f"  attack       {audit.attack}",
-        f"  bought       {audit.trials:,} trials in {audit.seconds:.1f} s, confidence "
-        f"{audit.confidence:g}: could have proved epsilon up to {audit.epsilon_ceiling:.4g}"
-        + ("" if audit.resolution is None else f" and {100 * audit.resolution:.0f} % of mu"),
-    ]
-    noise, cells = (audit.run.noise_p_value, audit.run.cells) if audit.run else (None, None)
-    if noise is not None:
-        lines.append(f"  record       p-value of its noise {noise:.3g}")
+    facts |= {
+        "delta": f"at least {a.delta_lower:.4g}, certified {a.delta_certified:.4g} "
+        f"at epsilon = {a.epsilon_probe:.4g}",
+        "attack": a.attack,
+        "bought": f"{a.trials:,} trials in {a.seconds:.1f} s, confidence {a.confidence:g}: "
+        f"could have proved epsilon up to {a.epsilon_ceiling:.4g}"
+        + ("" if a.resolution is None else f" and {100 * a.resolution:.0f} % of mu"),
+    }
+    if a.run is not None and a.run.noise_p_value is not None:
+        facts["record"] = f"p-value of its noise {a.run.noise_p_value:.3g}"
     if cells is not None:
-        lines.append(
-            f"  bits         p-value {cells.p_value:.3g} of {cells.tests:,} counts in {cells.runs} "
-            f"runs of {cells.parameters:,} parameters"
+        facts["bits"] = (
+            f"p-value {cells.p_value:.3g} of {cells.tests:,} counts in {cells.runs} runs of "
+            f"{cells.parameters:,} parameters"
         )
-    return lines
+    return [a.verdict, *(f"  {name:<12} {fact}" for name, fact in facts.items())]
 
 
 def _bound_rates(counts: Counts, alpha: float) -> tuple[Any, Any]:

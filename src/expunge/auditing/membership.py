@@ -33,7 +33,6 @@ from expunge.errors import CertificateError, InputError
 from expunge.files import read_limited, to_plain, write_atomic
 from expunge.progress import show_progress
 from expunge.recipes import IDEAL, Execution, Recipe, method_name
-from expunge.reports.charts import Axis, Chart, Series, write_charts
 
 Array = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
@@ -208,7 +207,7 @@ def bound_roc(recipe: Recipe, fpr: Array, execution: Execution = IDEAL) -> Array
 
 
 def save_membership(found: Membership, directory: str | Path) -> Path:
-    """Add it to ``audit.json`` as ``membership``, and draw ``membership.svg`` beside it."""
+    """Add it to ``audit.json`` as ``membership``: the report shows what is there."""
     folder = Path(directory)
     if not folder.is_dir():
         raise InputError.of("directory", str(directory), "a directory that exists")
@@ -220,34 +219,9 @@ def save_membership(found: Membership, directory: str | Path) -> Path:
         except ValueError:
             raise CertificateError(f"audit {path} is not JSON; remove it first") from None
     audit["membership"] = to_plain(found)
-    write_charts(folder / "membership.svg", [draw_roc(found)])
     text = json.dumps(audit, ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(path, (text + "\n").encode())
     return path
-
-
-def draw_roc(found: Membership) -> Chart:
-    """Curves of the strongest attack on every arm, on logarithmic axes, and what is allowed."""
-    best = {
-        arm: max(attacks.items(), key=lambda item: item[1].auc)
-        for arm, attacks in found.attacks.items()
-    }
-    lines = {f"{arm}: {name}, AUC {a.auc:.3f}": a.roc for arm, (name, a) in best.items()}
-    levels = {"most that the certificate allows": found.tpr_allowed, "guessing": found.fpr}
-    x = tuple(np.log10(found.fpr).tolist())
-    series: list[Series] = []
-    for name, rates in (lines | levels).items():
-        y = tuple(math.log10(rate) if rate > 0 else None for rate in rates)
-        series.append(Series(name, x, y, "level" if name in levels else "curve"))
-    told = " ".join(f"{name}." for name in lines)
-    return Chart(
-        "membership",
-        "Membership inference against forgotten examples",
-        f"{told} The certificate allows an advantage of {found.advantage_allowed:.3g}.",
-        Axis("false-positive rate", "log10", include=(0.0,)),
-        Axis("true-positive rate", "log10", include=(0.0,)),
-        tuple(series),
-    )
 
 
 def _summarise(false: Array, true: Array) -> tuple[float, float]:

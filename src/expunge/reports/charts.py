@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +27,11 @@ STYLES = 4
 STYLE_FILE = Path(__file__).parent / "charts.css"
 MARGIN, TITLE = 20.0, 40.0
 MOST_POINTS, MOST_MARKERS = 400, 40
+_SHAPES = {
+    1: "m-3.6 -3.6l7.2 0l0 7.2l-7.2 0z",
+    2: "m0 -4.8l4.6 8.4l-9.2 0z",
+    3: "m0 -5l5 5l-5 5l-5 -5z",
+}
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -79,12 +83,12 @@ def draw_chart(chart: Chart) -> str:
     >>> text.startswith('<svg role="img"'), text.count("<polyline"), "Falls." in text
     (True, 1, True)
     """
-    legend = _lay_out_legend([series.name for series in chart.series])
-    top = 34 + LINE_HEIGHT * len(legend)
+    legend, rows = _draw_legend(chart.series)
+    top = 34 + LINE_HEIGHT * rows
     bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
-    points = [_list_points(series) for series in chart.series]
-    x_low, x_high = _find_range(chart.x, [x for run in points for x, _ in run])
-    y_low, y_high = _find_range(chart.y, [y for run in points for _, y in run])
+    points = [(x, y) for s in chart.series for x, y in zip(s.x, s.y, strict=True) if y is not None]
+    x_low, x_high = _find_range(chart.x, [x for x, _ in points])
+    y_low, y_high = _find_range(chart.y, [y for _, y in points])
 
     def place_x(value: float) -> float:
         return LEFT + (right - LEFT) * (value - x_low) / (x_high - x_low)
@@ -96,7 +100,7 @@ def draw_chart(chart: Chart) -> str:
         *_draw_y_axis(chart.y, y_low, y_high, place_y),
         *_draw_x_axis(chart.x, x_low, x_high, place_x),
         f'<path class="axis" d="M{LEFT:.1f} {top:.1f}V{bottom:.1f}H{right:.1f}"/>',
-        *(_draw_key(*entry, chart.series) for row in legend for entry in row),
+        *legend,
     ]
     for place, series in enumerate(chart.series):
         body += _draw_series(place, series, place_x, place_y)
@@ -112,21 +116,10 @@ def draw_chart(chart: Chart) -> str:
     )
 
 
-def check_name(path: str | Path) -> None:
-    """Charts are written as SVG, which follows light, dark and paper; nothing else.
-
-    >>> check_name("curve.png")
-    Traceback (most recent call last):
-    ...
-    expunge.errors.InputError: the picture is 'curve.png'; it must be a file name ending in .svg
-    """
-    if Path(path).suffix != ".svg":
-        raise InputError.of("the picture", str(path), "a file name ending in .svg")
-
-
 def write_charts(path: str | Path, charts: Sequence[Chart]) -> None:
     """One SVG file with the charts side by side, each below its title."""
-    check_name(path)
+    if Path(path).suffix != ".svg":
+        raise InputError.of("the picture", str(path), "a file name ending in .svg")
     width, height = len(charts) * (WIDTH + MARGIN) + MARGIN, TITLE + HEIGHT + MARGIN
     parts = [
         '<svg xmlns="http://www.w3.org/2000/svg" font-family="system-ui, sans-serif" '
@@ -163,12 +156,7 @@ def thin(series: Series) -> Series:
         if places:
             kept |= {min(places)[1], max(places)[1]}
     order = sorted(kept)
-    return Series(
-        series.name,
-        tuple(series.x[i] for i in order),
-        tuple(series.y[i] for i in order),
-        series.mark,
-    )
+    return replace(series, x=tuple(series.x[i] for i in order), y=tuple(series.y[i] for i in order))
 
 
 def find_ticks(low: float, high: float, most: int = 6) -> list[float]:
@@ -194,13 +182,8 @@ def format_power(exponent: float) -> str:
     if -3 <= exponent <= 4:
         return f"{10**exponent:.3g}" if exponent < 3 else f"{10**exponent:,.0f}"
     whole = math.floor(exponent + 1e-9)
-    factor = f"{10 ** (exponent - whole):.2g}"
-    power = "10" + str(whole).translate(_SUPERSCRIPTS)
-    return power if factor == "1" else f"{factor}·{power}"
-
-
-def _list_points(series: Series) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in zip(series.x, series.y, strict=True) if y is not None]
+    factor = f"{10 ** (exponent - whole):.2g}·"
+    return ("" if factor == "1·" else factor) + "10" + str(whole).translate(_SUPERSCRIPTS)
 
 
 def _find_range(axis: Axis, values: Iterable[float]) -> tuple[float, float]:
@@ -215,9 +198,8 @@ def _find_range(axis: Axis, values: Iterable[float]) -> tuple[float, float]:
         half = 0.5 if axis.scale == "log10" or size == 0 else max(size / 2, 1e-280)
         low, high = low - half, high + half
     margin = 0.05 * (high - low)
-    return (low if low in axis.include else low - margin), (
-        high if high in axis.include else high + margin
-    )
+    below, above = (0.0 if end in axis.include else margin for end in (low, high))
+    return low - below, high + above
 
 
 def _label_ticks(axis: Axis, low: float, high: float) -> list[tuple[float, str]]:
@@ -235,9 +217,7 @@ def _label_ticks(axis: Axis, low: float, high: float) -> list[tuple[float, str]]
 def _find_power_ticks(low: float, high: float) -> list[float]:
     """Whole exponents where there are enough of them, else 1, 2, 5 within the decades."""
     if high - low >= 2.5:
-        stride = max(1, math.ceil((high - low) / 6))
-        first = math.ceil(low / stride)
-        return [float(n * stride) for n in range(first, math.floor(high / stride) + 1)]
+        return [tick for tick in find_ticks(low, high) if tick.is_integer()]
     decades = range(math.floor(low), math.ceil(high) + 1)
     ticks = [n + math.log10(m) for n in decades for m in (1, 2, 5)]
     inside = [tick for tick in ticks if low <= tick <= high]
@@ -251,9 +231,8 @@ def _find_power_ticks(low: float, high: float) -> list[float]:
 def _format_plain(value: float) -> str:
     if value == 0 or 1e-3 <= abs(value) < 1e6:
         return f"{value:,.6g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    whole = math.floor(math.log10(abs(value)) + 1e-9)
-    factor = f"{value / 10.0**whole:.3g}"
-    return f"{factor}·10" + str(whole).translate(_SUPERSCRIPTS)
+    factor, power = f"{value:.2e}".split("e")
+    return f"{float(factor):g}·10" + str(int(power)).translate(_SUPERSCRIPTS)
 
 
 def _draw_y_axis(
@@ -271,13 +250,11 @@ def _draw_x_axis(
 ) -> Iterable[str]:
     bottom = HEIGHT - BOTTOM
     ticks = _label_ticks(axis, low, high)
-    room = (WIDTH - LEFT - RIGHT) / max(len(ticks), 1) / LETTER
+    room = int((WIDTH - LEFT - RIGHT) / max(len(ticks), 1) / LETTER)
     for tick, name in ticks:
-        x = place(tick)
+        x, shown = place(tick), _cut(name, room) if axis.categories else name
         yield f'<path class="axis" d="M{x:.1f} {bottom:.1f}v5"/>'
-        for row, part in enumerate(_wrap(name, int(room)) if axis.categories else [name]):
-            y = bottom + 19 + 14 * row
-            yield f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="middle">{escape(part)}</text>'
+        yield f'<text x="{x:.1f}" y="{bottom + 19:.1f}" text-anchor="middle">{escape(shown)}</text>'
     if axis.label:
         yield (
             f'<text class="name" x="{WIDTH - RIGHT:.1f}" y="{HEIGHT - 10:.1f}" text-anchor="end">'
@@ -285,43 +262,29 @@ def _draw_x_axis(
         )
 
 
-def _wrap(name: str, room: int) -> list[str]:
-    """At most two lines, broken at a space or after a hyphen, each cut to its room."""
-    if len(name) > room:
-        cuts = [i + 1 for i, letter in enumerate(name) if letter in " -" and i + 1 <= room + 1]
-        if cuts:
-            parts = [name[: cuts[-1]].rstrip(" "), name[cuts[-1] :]]
-            return [_cut(part, room + 1) for part in parts]
-    return [_cut(name, room + 1)]
-
-
 def _cut(name: str, room: int) -> str:
     return name if len(name) <= room else name[: max(room - 1, 1)] + "…"
 
 
-def _lay_out_legend(names: Sequence[str]) -> list[list[tuple[int, str, float, float]]]:
-    """Rows of (series, shortened name, x, y); a single series needs no legend."""
-    if len(names) < 2:
-        return []
-    rows: list[list[tuple[int, str, float, float]]] = [[]]
-    x = 0.0
-    for place, name in enumerate(names):
-        short = _cut(name, 52)
-        width = 34 + LETTER * len(short) + 14
-        if rows[-1] and x + width > WIDTH:
-            rows.append([])
-            x = 0.0
-        rows[-1].append((place, short, x, 20 + LINE_HEIGHT * len(rows)))
+def _draw_legend(series: Sequence[Series]) -> tuple[list[str], int]:
+    """Keys with shortened names, and in how many rows; a single series needs no legend."""
+    if len(series) < 2:
+        return [], 0
+    keys: list[str] = []
+    x, rows = 0.0, 1
+    for place, one in enumerate(series):
+        name = _cut(one.name, 52)
+        width = 48 + LETTER * len(name)
+        if x > 0 and x + width > WIDTH:
+            x, rows = 0.0, rows + 1
+        y = 20 + LINE_HEIGHT * rows
+        if one.mark != "points":
+            keys.append(f'<path class="line {_style(place, one)}" d="M{x:.1f} {y - 4:.1f}h26"/>')
+        if _has_markers(one):
+            keys.append(_draw_marker(place, x + 13, y - 4))
+        keys.append(f'<text x="{x + 32:.1f}" y="{y:.1f}">{escape(name)}</text>')
         x += width
-    return rows
-
-
-def _draw_key(place: int, name: str, x: float, y: float, series: Sequence[Series]) -> str:
-    one, middle = series[place], y - 4
-    line = f'<path class="line {_style(place, one.mark)}" d="M{x:.1f} {middle:.1f}h26"/>'
-    point = _draw_marker(place, x + 13, middle)
-    drawn = ("" if one.mark == "points" else line) + (point if _has_markers(one) else "")
-    return f'{drawn}<text x="{x + 32:.1f}" y="{y:.1f}">{escape(name)}</text>'
+    return keys, rows
 
 
 def _has_markers(series: Series) -> bool:
@@ -345,26 +308,20 @@ def _draw_series(
         for run in runs:
             if len(run) > 1:
                 path = " ".join(f"{x:.1f},{y:.1f}" for x, y in run)
-                yield f'<polyline class="line {_style(place, series.mark)}" points="{path}"/>'
+                yield f'<polyline class="line {_style(place, series)}" points="{path}"/>'
     for run in runs:
         if _has_markers(series) or len(run) == 1:
             yield from (_draw_marker(place, x, y) for x, y in run)
 
 
-def _style(place: int, mark: Mark) -> str:
-    return f"s{place % STYLES} " + ("level" if mark == "level" else f"d{place // STYLES % 3}")
+def _style(place: int, series: Series) -> str:
+    dash = "level" if series.mark == "level" else f"d{place // STYLES % 3}"
+    return f"s{place % STYLES} {dash}"
 
 
 def _draw_marker(place: int, x: float, y: float) -> str:
     """Circle, square, triangle, diamond: one shape per colour."""
-    style = f'class="mark s{place % STYLES}"'
-    corners = {
-        1: ((-3.6, -3.6), (3.6, -3.6), (3.6, 3.6), (-3.6, 3.6)),
-        2: ((0.0, -4.8), (4.6, 3.6), (-4.6, 3.6)),
-        3: ((0.0, -5.0), (5.0, 0.0), (0.0, 5.0), (-5.0, 0.0)),
-    }.get(place % STYLES)
-    if corners is None:
+    style, shape = f'class="mark s{place % STYLES}"', _SHAPES.get(place % STYLES)
+    if shape is None:
         return f'<circle {style} cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
-    first, *rest = corners
-    moves = "".join(f"l{b[0] - a[0]:.1f} {b[1] - a[1]:.1f}" for a, b in pairwise([first, *rest]))
-    return f'<path {style} d="M{x + first[0]:.1f} {y + first[1]:.1f}{moves}z"/>'
+    return f'<path {style} d="M{x:.1f} {y:.1f}{shape}"/>'

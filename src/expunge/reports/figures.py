@@ -27,8 +27,8 @@ from expunge.recipes import (
     OutputPerturbation,
     Recipe,
 )
-from expunge.reports.charts import STYLES, Axis, Chart, Series, check_name, write_charts
-from expunge.reports.metrics import STAGES, Arm, Curve, Stage
+from expunge.reports.charts import STYLES, Axis, Chart, Series, write_charts
+from expunge.reports.metrics import STAGES, Curve, Stage
 
 SIDES: dict[ComparedTo, str] = {
     "retrained": "against a retrained model",
@@ -49,7 +49,6 @@ def draw_curve(
     compared_to: ComparedTo = "retrained",
 ) -> None:
     """Write an SVG file of a recipe's trade-off and, if it has steps, of what each of them buys."""
-    check_name(path)
     found = guarantee(recipe, epsilon=epsilon, delta=delta, compared_to=compared_to)
     if not math.isfinite(found.epsilon):
         raise InputError("there is no curve to draw: the recipe certifies no finite epsilon")
@@ -62,11 +61,8 @@ def draw_curve(
 
 def list_bounds(claim: Certificate | Guarantee) -> list[tuple[ComparedTo, Bound | BoundWire]]:
     """Both sides of a claim, where they exist."""
-    sides: list[tuple[ComparedTo, Bound | BoundWire | None]] = [
-        ("retrained", claim.retrained),
-        ("centre", claim.centre),
-    ]
-    return [(side, bound) for side, bound in sides if bound is not None]
+    sides: list[tuple[ComparedTo, Bound | BoundWire]] = [("retrained", claim.retrained)]
+    return sides if claim.centre is None else [*sides, ("centre", claim.centre)]
 
 
 def log_delta_at(
@@ -209,24 +205,20 @@ def _draw_side(
 
 def chart_trace(trace: Trace, grad_clip: float | None) -> Chart | None:
     """Norms of gradient, model and noise at every step, on one logarithmic axis."""
-    if len(trace) == 0:
-        return None
     steps = tuple(float(t + 1) for t in range(len(trace)))
-    columns = {
-        "noise added": trace.noise_norm,
-        "model before noise": trace.model_norm,
-        "gradient before clipping": trace.gradient_norm,
-    }
-    series = [
-        Series(name, steps, tuple(math.log10(v) if v > 0 else None for v in values))
-        for name, values in columns.items()
-        if any(values)
-    ]
-    words = [
-        f"The norm of the {name} lies between {min(values):.4g} and {max(values):.4g}."
-        for name, values in columns.items()
-        if any(values)
-    ]
+    series: list[Series] = []
+    words: list[str] = []
+    for name, values in (
+        ("noise added", trace.noise_norm),
+        ("model before noise", trace.model_norm),
+        ("gradient before clipping", trace.gradient_norm),
+    ):
+        if any(values):
+            powers = tuple(math.log10(v) if v > 0 else None for v in values)
+            series.append(Series(name, steps, powers))
+            words.append(
+                f"The norm of the {name} lies between {min(values):.6g} and {max(values):.6g}."
+            )
     if grad_clip is not None and 0 < grad_clip < math.inf and len(steps) > 1:
         ends = (steps[0], steps[-1]), (math.log10(grad_clip),) * 2
         series.append(Series("gradient clip", *ends, "level"))
@@ -253,8 +245,7 @@ def chart_accuracy(rows: Sequence[Stage]) -> Chart | None:
     """
     order = [*STAGES, *sorted({row.stage for row in rows} - set(STAGES))]
     ordered = sorted(rows, key=lambda row: order.index(row.stage))
-    if len(ordered) < 2:
-        return None
+    stages = tuple(row.stage for row in ordered)
     places = tuple(float(n) for n in range(len(ordered)))
     series: list[Series] = []
     words: list[str] = []
@@ -263,50 +254,20 @@ def chart_accuracy(rows: Sequence[Stage]) -> Chart | None:
         ("forgotten data", tuple(row.forget for row in ordered)),
         ("test data", tuple(row.test for row in ordered)),
     ):
-        told = [
-            f"{row.stage} {100 * v:.1f} %"
-            for row, v in zip(ordered, values, strict=True)
-            if v is not None
-        ]
+        pairs = zip(stages, values, strict=True)
+        told = [f"{stage} {100 * v:.1f} %" for stage, v in pairs if v is not None]
         if told:
             series.append(Series(name, places, values))
             words.append(f"On {name}: {', '.join(told)}.")
-    if not series:
+    if len(stages) < 2 or not series:
         return None
     return Chart(
         "accuracy",
         "Accuracy from stage to stage",
         " ".join(words),
-        Axis("", categories=tuple(row.stage for row in ordered)),
+        Axis("", categories=stages),
         Axis("accuracy", "percent", include=(0.0, 1.0)),
         tuple(series),
-    )
-
-
-def chart_cost(arms: Sequence[Arm]) -> Chart | None:
-    """Test accuracy against the examples each arm took a gradient of.
-
-    >>> arms = [Arm(arm="a", gradient_evaluations=n, test=0.5) for n in (10, 2000)]
-    >>> chart_cost(arms).description
-    'a: 50.0 % for 10 gradients. a: 50.0 % for 2,000 gradients.'
-    """
-    known = [a for a in arms if a.gradient_evaluations is not None and a.test is not None]
-    if len(known) < 2:
-        return None
-    series = tuple(
-        Series(arm.arm, (arm.gradient_evaluations or 0.0,), (arm.test,), "points") for arm in known
-    )
-    words = [
-        f"{arm.arm}: {100 * (arm.test or 0.0):.1f} % for {arm.gradient_evaluations:,.0f} gradients."
-        for arm in known
-    ]
-    return Chart(
-        "cost-chart",
-        "Test accuracy against cost",
-        " ".join(words),
-        Axis("gradient evaluations (examples)", include=(0.0,)),
-        Axis("test accuracy", "percent"),
-        series,
     )
 
 
@@ -321,16 +282,15 @@ def chart_curves(curves: Sequence[Curve]) -> list[Chart]:
     for curve in curves:
         if any(y is not None for y in curve.y):
             groups.setdefault((curve.x_label, curve.y_label), []).append(curve)
-    charts: list[Chart] = []
-    for (x_label, y_label), members in groups.items():
-        for begin in range(0, len(members), 2 * STYLES):
-            charts.append(
-                _chart_group(len(charts), x_label, y_label, members[begin:][: 2 * STYLES])
-            )
-    return charts
+    parts = [
+        members[begin : begin + 2 * STYLES]
+        for members in groups.values()
+        for begin in range(0, len(members), 2 * STYLES)
+    ]
+    return [_chart_group(f"curve-{number}", members) for number, members in enumerate(parts)]
 
 
-def _chart_group(number: int, x_label: str, y_label: str, members: Sequence[Curve]) -> Chart:
+def _chart_group(ident: str, members: Sequence[Curve]) -> Chart:
     words: list[str] = []
     for curve in members:
         known = [y for y in curve.y if y is not None]
@@ -338,17 +298,12 @@ def _chart_group(number: int, x_label: str, y_label: str, members: Sequence[Curv
             f"{curve.name}: from {known[0]:.4g} to {known[-1]:.4g}, between {min(known):.4g} and "
             f"{max(known):.4g}."
         )
-    title = f"{y_label or 'value'} against {x_label or 'position'}"
-    if len(members) == 1 and members[0].name != y_label:
+    x, y = members[0].x_label, members[0].y_label
+    title = f"{y or 'value'} against {x or 'position'}"
+    if len(members) == 1 and members[0].name != y:
         title = f"{members[0].name}: {title}"
-    return Chart(
-        f"curve-{number}",
-        title[0].upper() + title[1:],
-        " ".join(words),
-        Axis(x_label),
-        Axis(y_label),
-        tuple(Series(curve.name, curve.x, curve.y) for curve in members),
-    )
+    series = tuple(Series(curve.name, curve.x, curve.y) for curve in members)
+    return Chart(ident, title[0].upper() + title[1:], " ".join(words), Axis(x), Axis(y), series)
 
 
 def _find_least(claim: Certificate | Guarantee) -> float:

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,30 +30,10 @@ from expunge.certificates.wording import (
 )
 from expunge.errors import CertificateError, ExpungeError, InputError, VerificationError
 from expunge.files import read_limited, write_atomic
-from expunge.reports.charts import Chart, draw_chart
-from expunge.reports.figures import (
-    chart_accuracy,
-    chart_cost,
-    chart_curves,
-    chart_forgetting,
-    chart_trace,
-    chart_trade_off,
-    list_bounds,
-    log_delta_at,
-)
+from expunge.reports import figures, tables
+from expunge.reports.charts import draw_chart
+from expunge.reports.figures import list_bounds
 from expunge.reports.metrics import find_own, keep_public, parse_metrics
-from expunge.reports.tables import (
-    MOST_ROWS,
-    describe_arms,
-    describe_audit,
-    describe_items,
-    describe_recipe,
-    describe_trace,
-    format_exact,
-    format_odds,
-    format_percent,
-    order_stages,
-)
 
 MAX_BYTES = 100_000_000
 TEMPLATES = Path(__file__).parent
@@ -63,15 +42,6 @@ WEAK = 0.9
 _HARMFUL = re.compile(
     "[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\ud800-\\udfff\\u202a-\\u202e\\u2066-\\u2069\\ufffe\\uffff]"
 )
-
-
-@dataclass(frozen=True)
-class Strength:
-    """A guarantee in words a non-engineer can weigh; every number rounded to the safe side."""
-
-    times: str
-    guess: str
-    weak: bool
 
 
 def render_report(
@@ -104,6 +74,7 @@ def render_report(
     True
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
 
     if record is None and not public:
         raise InputError("record is None; only a public report can do without the record")
@@ -126,7 +97,10 @@ def render_report(
         finalize=_clean,
     )
     environment.filters.update(
-        up=round_up, exact=format_exact, percent=format_percent, odds=format_odds
+        up=round_up,
+        exact=tables.format_exact,
+        percent=tables.format_percent,
+        odds=tables.format_odds,
     )
     return environment.get_template("report.html.j2").render(
         c=certificate,
@@ -143,23 +117,23 @@ def render_report(
         steps=sum(run.steps for run in certificate.schedule),
         arm=arm,
         own=own,
-        stages=order_stages(measured.stages, arm),
-        recipe=describe_recipe(certificate),
-        trace=None if trace is None else describe_trace(trace, certificate),
-        arms=describe_arms(measured),
-        problem=describe_items(plain.get("problem") or {}),
-        statistics=describe_items(plain.get("statistics") or {}),
-        cost=describe_items(measured.cost),
-        versions=describe_items(certificate.versions),
-        most_rows=MOST_ROWS,
-        audit=None if audit is None else describe_audit(audit, certificate),
+        stages=tables.order_stages(measured.stages, arm),
+        recipe=tables.describe_recipe(certificate),
+        trace=[] if trace is None else tables.describe_trace(trace, certificate),
+        arms=tables.compare_costs(measured),
+        missing=tables.find_missing(measured),
+        problem=plain.get("problem"),
+        statistics=plain.get("statistics"),
+        describe=tables.describe_items,
+        draw=lambda chart: Markup(draw_chart(chart)),
+        most_rows=tables.MOST_ROWS,
+        audit=None if audit is None else tables.describe_audit(audit, certificate),
         figures={
-            "accuracy": _draw(chart_accuracy(own)),
-            "curves": [_draw(chart) for chart in chart_curves(measured.curves)],
-            "trace": _draw(None if trace is None else chart_trace(trace, grad_clip)),
-            "trade_off": _draw(chart_trade_off(certificate, *account)),
-            "forgetting": _draw(chart_forgetting(certificate, *account)),
-            "cost": _draw(chart_cost(measured.arms)),
+            "accuracy": figures.chart_accuracy(own),
+            "curves": figures.chart_curves(measured.curves),
+            "trace": None if trace is None else figures.chart_trace(trace, grad_clip),
+            "trade_off": figures.chart_trade_off(certificate, *account),
+            "forgetting": figures.chart_forgetting(certificate, *account),
         },
     )
 
@@ -249,24 +223,14 @@ def _raise_if_unsound(certificate: Certificate, record: RunRecord | None) -> Non
         raise VerificationError("no report is made of this certificate: " + "; ".join(found))
 
 
-def _weigh(certificate: Certificate) -> Strength:
-    """e^ε, and the best guess between run and reference: (1 + δ at ε = 0)/2 for even odds."""
+def _weigh(certificate: Certificate) -> dict[str, Any]:
+    """The guarantee in numbers that a non-engineer can weigh, rounded to the safe side: e^ε, and
+    the best guess between run and reference, (1 + δ at ε = 0)/2 for even odds."""
     c = certificate
-    log_distance = log_delta_at(c, c.method, c.execution, c.compared_to, 0.0)
+    log_distance = figures.log_delta_at(c, c.method, c.execution, c.compared_to, 0.0)
     guess = min((1 + math.exp(log_distance)) / 2, 1.0)
-    return Strength(
-        times=round_up(math.exp(min(certificate.epsilon, 709.0)), 4),
-        guess=round_up(100 * guess, 4),
-        weak=guess >= WEAK,
-    )
-
-
-def _draw(chart: Chart | None) -> dict[str, Any] | None:
-    if chart is None:
-        return None
-    from markupsafe import Markup
-
-    return {"svg": Markup(draw_chart(chart)), "title": chart.title, "ident": chart.ident}
+    times = round_up(math.exp(min(c.epsilon, 709.0)), 4)
+    return {"times": times, "guess": round_up(100 * guess, 4), "weak": guess >= WEAK}
 
 
 def _clean(value: Any) -> Any:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple, cast
 
 from expunge.certificates.certificate import Certificate
@@ -26,28 +27,12 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TraceTable:
-    """The trace in numbers: (quantity, first, lowest, median, highest, last), then what to see."""
-
-    columns: tuple[tuple[str, ...], ...]
-    facts: tuple[Fact, ...]
-
-
-@dataclass(frozen=True)
-class ArmsTable:
-    """Arms with their cost in units of retraining, and which control was not measured at all."""
-
-    rows: tuple[tuple[Arm, str], ...]
-    missing: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class AuditTable:
     """The audit's verdict in one sentence, whether it contradicts, and every figure."""
 
     verdict: str
     contradicts: bool
-    rows: tuple[Fact, ...]
+    rows: list[Fact]
 
 
 def format_exact(value: object) -> str:
@@ -93,38 +78,29 @@ def format_odds(chance: float) -> str:
 def describe_items(items: Mapping[str, object]) -> list[Fact]:
     """A mapping as rows, with words for names.
 
-    >>> describe_items({"retraining_seconds": 41.0})
-    [Fact(name='retraining seconds', value='41.0', note='')]
+    >>> describe_items({"retraining_seconds": 41.0, "audit": {"trials": [1, 2]}})
+    [Fact(name='retraining seconds', value='41.0', note=''),
+     Fact(name='audit.trials', value='1, 2', note='')]
     """
-    return [Fact(name.replace("_", " "), value) for name, value, _ in _flatten("", items)]
+    return [row._replace(name=row.name.replace("_", " ")) for row in _list_rows(items)]
 
 
 def describe_recipe(certificate: Certificate) -> list[Fact]:
     """Every parameter by its name, with what it means."""
     given = certificate.recipe.model_dump()
     return [
-        Fact(
-            p.name, "not used" if given[p.name] is None else format_exact(given[p.name]), p.meaning
-        )
+        Fact(p.name, "not used" if (v := given[p.name]) is None else format_exact(v), p.meaning)
         for p in describe_fields(certificate.recipe.method)
     ]
 
 
-def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
-    """Norms over the steps, and the realised noise in units of what its σ predicts.
+def describe_trace(trace: Trace, certificate: Certificate) -> list[Fact]:
+    """What was clipped, and the realised noise in units of what its σ predicts.
 
     ‖ξ‖/σ has mean about √(d - 1/2) and standard deviation about 1/√2.
     """
     if len(trace) == 0:
-        return None
-    columns = {
-        "gradient norm before clipping": trace.gradient_norm,
-        "clip factor": trace.clip_factor,
-        "model norm before noise": trace.model_norm,
-        "noise norm": trace.noise_norm,
-        "learning rate": trace.learning_rate,
-        "noise per parameter": trace.noise_std,
-    }
+        return []
     root = math.sqrt(certificate.parameters - 0.5)
     ratios = [n / (s * root) for n, s in zip(trace.noise_norm, trace.noise_std, strict=True) if s]
     clipped = sum(factor < 1 for factor in trace.clip_factor)
@@ -137,17 +113,10 @@ def describe_trace(trace: Trace, certificate: Certificate) -> TraceTable | None:
         ),
     ]
     if ratios:
-        spread = 1 / (math.sqrt(2 * len(ratios)) * root)
-        facts.append(
-            Fact(
-                "Realised noise in units of the expected norm",
-                f"{statistics.fmean(ratios):.6f}",
-                f"expected 1 ± {spread:.2g} (one standard deviation)",
-            )
-        )
-    return TraceTable(
-        tuple((name, *_summarise(values)) for name, values in columns.items()), tuple(facts)
-    )
+        mean, spread = statistics.fmean(ratios), 1 / (math.sqrt(2 * len(ratios)) * root)
+        note = f"expected 1 ± {spread:.2g} (one standard deviation)"
+        facts.append(Fact("Realised noise in units of the expected norm", f"{mean:.6f}", note))
+    return facts
 
 
 def order_stages(rows: Sequence[Stage], own: str) -> list[Stage]:
@@ -163,18 +132,20 @@ def order_stages(rows: Sequence[Stage], own: str) -> list[Stage]:
     return sorted(rows, key=lambda row: (names.index(row.arm), stages.index(row.stage)))
 
 
-def describe_arms(metrics: Metrics) -> ArmsTable:
-    """Cost relative to the retraining arm, where there is one."""
+def compare_costs(metrics: Metrics) -> list[tuple[Arm, str]]:
+    """Every arm, and its cost in units of the retraining arm where both are known."""
     arms = metrics.arms
     base = next((a.gradient_evaluations for a in arms if a.arm == RETRAINING), None)
-    names = {row.arm for row in (*arms, *metrics.stages)}
-    rows = tuple(
-        (arm, f"{arm.gradient_evaluations / base:.3g} ×")
-        if base and arm.gradient_evaluations is not None
-        else (arm, "–")
-        for arm in arms
-    )
-    return ArmsTable(rows, tuple(name for name in (RETRAINING, CENTRE) if name not in names))
+    return [
+        (a, "–" if not base or (n := a.gradient_evaluations) is None else f"{n / base:.3g} ×")
+        for a in arms
+    ]
+
+
+def find_missing(metrics: Metrics) -> list[str]:
+    """Controls that were not measured at all."""
+    names = {row.arm for row in (*metrics.arms, *metrics.stages)}
+    return [name for name in (RETRAINING, CENTRE) if name not in names]
 
 
 def describe_audit(audit: Mapping[str, Any], certificate: Certificate) -> AuditTable:
@@ -183,35 +154,29 @@ def describe_audit(audit: Mapping[str, Any], certificate: Certificate) -> AuditT
         _read_number(audit, key)
         for key in ("epsilon_lower", "confidence", "epsilon_certified", "delta")
     )
-    rows = tuple(_flatten("", audit))
-    told = audit.get("contradicts") is True
+    told, certified = audit.get("contradicts") is True, f"{certificate.epsilon:.6g} is certified"
     # A bound at a larger δ is one at the certified δ too; a bound at a smaller δ is none.
     comparable = delta is None or delta >= certificate.delta
     exceeds = lower is not None and comparable and lower > certificate.epsilon
-    sure = "" if confidence is None else f" with confidence {confidence:g}"
-    if told and not exceeds:
+    found = "" if lower is None else f"at least {lower:.6g}"
+    found += "" if confidence is None else f" with confidence {confidence:g}"
+    if exceeds:
+        verdict = (
+            f"The audit contradicts the certificate: epsilon is {found}, but {certified}. "
+            "Do not rely on this certificate."
+        )
+    elif told:
         verdict = f"The audit contradicts the certificate: {audit.get('verdict') or 'see below'}"
     elif lower is None:
         verdict = "The audit states no lower bound on epsilon."
-    elif exceeds:
-        verdict = (
-            f"The audit contradicts the certificate: epsilon is at least {lower:.6g}{sure}, but "
-            f"{certificate.epsilon:.6g} is certified. Do not rely on this certificate."
-        )
     else:
         verdict = (
-            f"The audit does not contradict the certificate: it finds epsilon to be at least "
-            f"{lower:.6g}{sure}, and {certificate.epsilon:.6g} is certified. An attack that finds "
-            "less proves nothing more; the theorem does."
+            f"The audit does not contradict the certificate: it finds epsilon to be {found}, and "
+            f"{certified}. An attack that finds less proves nothing more; the theorem does."
         )
     if claimed is not None and not math.isclose(claimed, certificate.epsilon, rel_tol=1e-6):
         verdict += f" The audit was made for another claim: epsilon = {claimed:.6g}."
-    return AuditTable(verdict, told or exceeds, rows)
-
-
-def _summarise(values: Sequence[float]) -> tuple[str, ...]:
-    chosen = values[0], min(values), statistics.median(values), max(values), values[-1]
-    return tuple(f"{value:.6g}" for value in chosen)
+    return AuditTable(verdict, told or exceeds, _list_rows(audit))
 
 
 def _read_number(audit: Mapping[str, Any], key: str) -> float | None:
@@ -223,18 +188,19 @@ def _read_number(audit: Mapping[str, Any], key: str) -> float | None:
     return float(value)
 
 
-def _flatten(prefix: str, value: object, room: int = MOST_ROWS) -> Iterable[Fact]:
+def _list_rows(items: Mapping[str, object]) -> list[Fact]:
+    rows = list(islice(_flatten("", items), MOST_ROWS + 1))
+    if len(rows) > MOST_ROWS:
+        rows[-1] = Fact("…", "more figures are in the file")
+    return rows
+
+
+def _flatten(prefix: str, value: object) -> Iterator[Fact]:
     """Nested figures as ``outer.inner`` rows; long lists by their length only."""
     match value:
         case Mapping():
-            left = room
             for key, item in cast(Mapping[str, object], value).items():
-                for row in _flatten(f"{prefix}.{key}" if prefix else key, item, left):
-                    yield row
-                    left -= 1
-                if left <= 0:
-                    yield Fact(prefix or "…", "more figures are in audit.json")
-                    return
+                yield from _flatten(f"{prefix}.{key}" if prefix else key, item)
         case list() | tuple():
             items = cast(Sequence[object], value)
             short = len(items) <= 8 and not any(isinstance(i, Mapping | list) for i in items)
