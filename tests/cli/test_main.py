@@ -187,7 +187,7 @@ BAD = {
     "--epsilon 1 --delta 1e-5": "model_clip is so large against noise_std",
     "plan --epsilon 1 --delta 1e-5 --parameters 0": "parameters is 0; it must be",
     "plan --epsilon 1 --delta 1e-5": "Missing option '--parameters'",
-    "forget": "No such command 'forget'",
+    "remember": "No such command 'remember'",
 }
 
 

@@ -319,12 +319,13 @@ def test_a_task_that_nothing_here_can_hold_is_refused_instead_of_waiting(monkeyp
 
 
 @pytest.mark.slow
-def test_a_cluster_that_asks_for_its_token_says_so(
-    cluster: str, monkeypatch: pytest.MonkeyPatch
+def test_a_cluster_that_asks_for_its_token_is_one_sentence(
+    tmp_path: Path, cluster: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    with pytest.raises(InputError, match=f"Ray address {cluster} cannot be used: "):
-        rays.check_address(cluster)
+    with pytest.raises(InputError, match=f"Ray cannot be used: ConnectionError: .*{cluster}"):
+        run_many(work, make_items(tmp_path), tmp_path / "results", ray=cluster)
+    assert list_names(tmp_path / "results") == []
 
 
 @pytest.mark.parametrize("address", ["nowhere", "host:", ":6379", "host:0", "host:65536", "[::1]"])
@@ -333,18 +334,11 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         rays.check_address(address)
 
 
-@pytest.mark.slow
-def test_an_address_that_does_not_answer_is_refused_in_bounded_time(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_address_where_nothing_listens_is_refused_at_once(tmp_path: Path) -> None:
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{deaf.getsockname()[1]}"
         with pytest.raises(InputError, match=f"Ray address {address} does not answer: "):
-            rays.check_address(address)
-        deaf.listen()
-        monkeypatch.setattr(rays, "ANSWER_SECONDS", 4.0)
-        with pytest.raises(InputError, match=f"{address} does not answer as Ray within 4 s"):
             run_many(work, make_items(tmp_path), tmp_path / "results", ray=address)
     assert list_names(tmp_path / "results") == []
     assert not (tmp_path / "log").exists()

@@ -88,9 +88,6 @@ def plan(
 CertificatePath = Annotated[
     Path, typer.Argument(metavar="CERTIFICATE", help="certificate.json, or its run directory.")
 ]
-SignWith = Annotated[
-    Path | None, typer.Option("--sign", metavar="KEY.PEM", help="Sign with this Ed25519 key.")
-]
 
 
 @app.command()
@@ -112,6 +109,7 @@ def verify(
 ) -> None:
     """Recompute everything: 0 it holds, 1 it does not and why, 2 the input is unusable."""
     from expunge.certificates.verification import verify as check
+    from expunge.certificates.wording import find_cautions
 
     path = certificate / "certificate.json" if certificate.is_dir() else certificate
     found = check(path, weights, public_key, parent=parent, record=record)
@@ -127,7 +125,7 @@ def verify(
         f"compared to {found.compared_to}; "
         + ("signed" if found.signature is not None else "not signed")
     )
-    for warning in found.warnings:
+    for warning in (*found.warnings, *find_cautions(found)):
         typer.echo(f"  {warning}")
 
 
@@ -160,12 +158,11 @@ def report(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/demo"),
-    sign: SignWith = None,
 ) -> None:
     """Train, forget, certify and verify on embedded data: no download, under a minute."""
     from expunge.cli.demo import run_demo
 
-    run_demo(out, sign)
+    run_demo(out)
 
 
 for command in (jobs.unlearn, jobs.init, heads.forget, doctor.doctor):

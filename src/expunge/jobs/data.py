@@ -10,7 +10,8 @@ import csv
 import importlib
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,10 +32,8 @@ def read_ids(path: str | Path, column: str | None = None) -> list[str]:
     """
     file = Path(path)
     try:
-        if file.suffix == ".parquet":
-            found = _read_parquet(file, column)
-        elif column is not None or file.suffix == ".csv":
-            found = _read_csv(file, column)
+        if column is not None or file.suffix in (".csv", ".parquet"):
+            found = _read_column(file, column)
         else:
             found = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -55,24 +54,23 @@ def normalise(name: str) -> str:
     return unicodedata.normalize("NFC", name)
 
 
-def _read_csv(file: Path, column: str | None) -> list[str]:
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        rows = csv.DictReader(text)
-        columns = list(rows.fieldnames or ())
-        if column is None or column not in columns:
-            raise InputError.of(f"column of {file}", column, f"one of {columns}")
-        return [row[column] or "" for row in rows]
-
-
-def _read_parquet(file: Path, column: str | None) -> list[str]:
-    try:
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-    except ImportError as error:
-        raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
-    columns: list[str] = parquet.read_schema(file).names
+def _read_column(file: Path, column: str | None) -> list[str]:
+    """A column of a CSV or Parquet file."""
+    if file.suffix == ".parquet":
+        try:
+            parquet: Any = importlib.import_module("pyarrow.parquet")
+        except ImportError as error:
+            raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
+        columns: list[str] = parquet.read_schema(file).names
+        chosen = [column] if column in columns else []
+        rows: list[dict[str, Any]] = parquet.read_table(file, columns=chosen).to_pylist()
+    else:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            table = csv.DictReader(text)
+            rows, columns = list(table), list(table.fieldnames or ())
     if column is None or column not in columns:
         raise InputError.of(f"column of {file}", column, f"one of {columns}")
-    return [str(name) for name in parquet.read_table(file, columns=[column])[column].to_pylist()]
+    return ["" if row[column] is None else str(row[column]) for row in rows]
 
 
 Collate = Callable[[list[Any]], Any]
@@ -85,17 +83,25 @@ class Split:
     dataset: Any
     positions: tuple[int, ...]
     ids: tuple[str, ...]
-    tensors: tuple[Tensor, Tensor] | None
-    collate: Collate | None
+    collate: Collate | None = None
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, Tensor] | None:
+        pair = None if self.collate is not None else find_tensors(self.dataset)
+        if pair is None or len(self) == len(pair[0]):
+            return pair
+        x, y = pair
+        places = torch.tensor(self.positions, dtype=torch.int64)
+        return x.index_select(0, places.to(x.device)), y.index_select(0, places.to(y.device))
 
     def first(self, count: int | None) -> Split:
         """At most the first ``count`` samples."""
         if count is None or count >= len(self):
             return self
-        return choose(self.dataset, self.positions[:count], self.ids[:count], self.collate)
+        return replace(self, positions=self.positions[:count], ids=self.ids[:count])
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,12 +113,7 @@ class Splits:
     test: Split | None
 
 
-def split_data(
-    loaded: object,
-    forget: Sequence[str],
-    forgotten: Iterable[str] = (),
-    field: str = "data.load",
-) -> Splits:
+def split_data(loaded: object, forget: Iterable[str], forgotten: Iterable[str] = ()) -> Splits:
     """Split what a job's ``load()`` returned by the identifiers to forget.
 
     ``forgotten`` are identifiers of earlier requests: they are left out wherever they still are.
@@ -124,18 +125,18 @@ def split_data(
     """
     if not isinstance(loaded, Mapping) or "train" not in loaded:
         raise InputError(
-            f"{field} returned a {type(loaded).__name__}; it must return a mapping with the key "
+            f"data.load returned a {type(loaded).__name__}; it must return a mapping with the key "
             "'train', and optionally 'ids', 'test' and 'collate'"
         )
     data = cast(Mapping[str, Any], loaded)
     unknown = sorted(set(map(str, data)) - {"train", "ids", "test", "collate"})
     if unknown:
         raise InputError(
-            f"{field} returned the key {unknown[0]!r}; it may have train, ids, test and collate"
+            f"data.load returned the key {unknown[0]!r}; it may have train, ids, test and collate"
         )
     train, collate, test = data["train"], data.get("collate"), data.get("test")
-    count = _count(train, f"{field}: train")
-    ids = _list_ids(data.get("ids"), train, count, field)
+    count = _count(train, "data.load: train")
+    ids = _list_ids(data.get("ids"), train, count)
     wanted = set(map(normalise, forget))
     leaving = wanted.union(map(normalise, forgotten))
     unknown = sorted(wanted.difference(ids))
@@ -151,23 +152,12 @@ def split_data(
             f"data.forget names {len(gone)} of the {len(gone) + len(kept)} samples that are left; "
             "at least one must be forgotten and at least one kept"
         )
+    everything = tuple(range(0 if test is None else _count(test, "data.load: test")))
     return Splits(
-        retain=choose(train, kept, tuple(ids[i] for i in kept), collate),
-        forget=choose(train, gone, tuple(ids[i] for i in gone), collate),
-        test=None if test is None else _take_all(test, collate, f"{field}: test"),
+        retain=Split(train, kept, tuple(ids[i] for i in kept), collate),
+        forget=Split(train, gone, tuple(ids[i] for i in gone), collate),
+        test=None if test is None else Split(test, everything, (), collate),
     )
-
-
-def choose(
-    dataset: Any, positions: tuple[int, ...], ids: tuple[str, ...], collate: Collate | None
-) -> Split:
-    """The samples at these positions; gathered at once when the data set is two tensors."""
-    pair = find_tensors(dataset)
-    if pair is not None and len(positions) != len(pair[0]):
-        places = torch.tensor(positions, dtype=torch.int64)
-        x, y = pair
-        pair = x.index_select(0, places.to(x.device)), y.index_select(0, places.to(y.device))
-    return Split(dataset, positions, ids, pair if collate is None else None, collate)
 
 
 def find_tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
@@ -231,7 +221,7 @@ def _count(dataset: Any, what: str) -> int:
     return len(dataset)
 
 
-def _list_ids(given: Any, train: Any, count: int, field: str) -> list[str]:
+def _list_ids(given: Any, train: Any, count: int) -> list[str]:
     """One identifier per sample; positions if there are none."""
     if given is None:
         given = getattr(train, "ids", None)
@@ -240,13 +230,8 @@ def _list_ids(given: Any, train: Any, count: int, field: str) -> list[str]:
     values: list[Any] = given.tolist() if isinstance(given, np.ndarray | Tensor) else list(given)
     for value in values:
         if isinstance(value, bool) or not isinstance(value, str | int | np.integer):
-            raise InputError.of(f"{field}: an identifier in ids", value, "a text or whole number")
+            raise InputError.of("data.load: an identifier in ids", value, "a text or whole number")
     if len(values) != count:
         valid = f"{count}, as many as samples"
-        raise InputError.of(f"{field}: the number of ids", len(values), valid)
+        raise InputError.of("data.load: the number of ids", len(values), valid)
     return [normalise(str(value)) for value in values]
-
-
-def _take_all(dataset: Any, collate: Collate | None, what: str) -> Split:
-    positions = tuple(range(_count(dataset, what)))
-    return choose(dataset, positions, tuple(map(str, positions)), collate)

@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 
     from expunge.processes.group import Processes
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+SPARE_BYTES, MAX_METRICS = 16_000_000, 10_000_000
+# What says where and how a run is done, and nothing about what comes out.
+WHERE = {"data": {"workers"}, "output": {"dir", "title", "checkpoint_seconds", "callback"}}
 FILES = ("model.safetensors", "record.json", "certificate.json", "metrics.json", "report.html")
 
 
@@ -116,10 +120,6 @@ def write_run(
     return target
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-SPARE_BYTES, MAX_METRICS = 16_000_000, 10_000_000
-
-
 def workspace_of(target: Path) -> Path:
     """Where the unfinished run of an output directory lives.
 
@@ -197,29 +197,18 @@ def _check_identity(work: Path, given: Mapping[str, Any]) -> None:
             )
 
 
-# What says where and how a run is done, and nothing about what comes out.
-WHERE = {
-    "data": {"workers"},
-    "output": {"dir", "title", "checkpoint_seconds", "callback"},
-}
-
-
-def hash_job(made: JobFile, known: dict[Path, str] | None = None) -> str:
+def hash_job(made: JobFile) -> str:
     """One hash of a job: all keys that change what comes out, and the content of weights and lists.
 
     The code that the job names and the data that it loads are not in it. The hash of a short list
-    can be guessed from it, so it belongs to files that stay with the operator. ``known`` remembers
-    the hashes of files that several jobs share.
+    can be guessed from it, so it belongs to files that stay with the operator.
     """
-    known = {} if known is None else known
     tables = made.job.model_dump(mode="json", exclude=cast(Any, WHERE))
-    files = dict[str, str]()
-    for key, name in list_files(made.job):
-        if key != ("output", "sign"):
-            path = made.locate(name)
-            if path not in known:
-                known[path] = _hash_file(path)
-            files[name] = known[path]
+    files = {
+        name: _hash_file(made.locate(name))
+        for key, name in list_files(made.job)
+        if key != ("output", "sign")
+    }
     text = json.dumps({"tables": tables, "files": files}, sort_keys=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 

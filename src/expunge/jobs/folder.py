@@ -19,7 +19,7 @@ from typing import Any, Literal
 from expunge.certificates.verification import verify
 from expunge.errors import ExpungeError, InputError
 from expunge.files import read_limited
-from expunge.jobs.directory import check_output, hash_job, read_metrics, workspace_of
+from expunge.jobs.directory import check_output, is_finished, read_metrics, workspace_of
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.many import Item, Outcome, Pool, perform
 from expunge.processes.stopping import catch_signals
@@ -81,7 +81,7 @@ def check_folder(folder: str | Path, *, out: str | Path | None = None) -> list[F
     With ``out`` the runs go to ``OUT/NAME``, else to each job's ``output.dir``.
     """
     paths = find_jobs(Path(folder))
-    problems, jobs, known = list[str](), list[FolderJob](), dict[Path, str]()
+    problems, jobs = list[str](), list[FolderJob]()
     for name, path in paths.items():
         try:
             made = read_job(path)
@@ -91,7 +91,7 @@ def check_folder(folder: str | Path, *, out: str | Path | None = None) -> list[F
         target = made.find_target(None if out is None else Path(out).absolute() / name)
         state: State = "new"
         try:
-            state = find_state(made, target, known)
+            state = find_state(made, target)
         except ExpungeError as error:
             problems.append(f"{path}: {error}")
         jobs.append(FolderJob(name, made, target, state))
@@ -133,7 +133,7 @@ def find_jobs(folder: Path) -> dict[str, Path]:
     return found
 
 
-def find_state(made: JobFile, target: Path, known: dict[Path, str] | None = None) -> State:
+def find_state(made: JobFile, target: Path) -> State:
     """How far the run in ``target`` is; refused if that is a run of something else.
 
     A run that cannot be used is never removed here.
@@ -142,7 +142,7 @@ def find_state(made: JobFile, target: Path, known: dict[Path, str] | None = None
         unfinished = workspace_of(target).exists()
         check_output(target, resume=unfinished)
         return "unfinished" if unfinished else "new"
-    if read_metrics(target).get("job") != hash_job(made, known):
+    if not is_finished(made, target):
         raise InputError(
             f"output directory {target} holds a run of another job; name another one or remove it "
             "first"
@@ -180,13 +180,9 @@ def read_facts(target: Path) -> dict[str, Any]:
     own = [row for row in metrics.get("stages", []) if row.get("arm") == method]
     last = own[-1] if own else {}
     names = ("epsilon", "delta", "compared_to", "releasable", "resumed", "warnings")
-    sets = ("retain", "forget", "test")
-    return (
-        {"directory": str(target)}
-        | {name: certificate[name] for name in names}
-        | {name: last.get(name) for name in sets}
-        | {f"{name}_loss": last.get(f"{name}_loss") for name in sets}
-    )
+    scores = [name + kind for kind in ("", "_loss") for name in ("retain", "forget", "test")]
+    facts = {"directory": str(target)} | {name: certificate[name] for name in names}
+    return facts | {name: last.get(name) for name in scores}
 
 
 def _make_item(job: FolderJob) -> Item:

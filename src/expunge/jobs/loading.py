@@ -11,12 +11,11 @@ import importlib.util
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
-from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -28,60 +27,37 @@ _INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "pur
 _NESTED = ("state_dict", "model_state_dict", "model")
 
 
-class _PlainLoader(SourceFileLoader):
-    """Compiles a file each time: no byte code is read or written, so none can be found broken."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(self.get_data(self.path), self.path)
-
-
-class _JobFinder:
-    """Finds modules as Python does, and loads those of some folders from their source alone."""
-
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = folders
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        found = PathFinder.find_spec(name, path, target)
-        if found is None or type(found.loader) is not SourceFileLoader:
-            return None
-        if not self.owns(name, found.origin):
-            return None
-        found.loader = _PlainLoader(name, found.loader.path)
-        return found
-
-    def owns(self, name: str, file: str | None) -> bool:
-        """Whether a module is one of the job's: in its folders, and not an installed package."""
-        if file is None or name.partition(".")[0] == "expunge":
-            return False
-        if "site-packages" in file or any(Path(file).is_relative_to(p) for p in _INSTALLED):
-            return False
-        return any(Path(file).is_relative_to(folder) for folder in self.folders)
-
-
 @contextmanager
 def importing_from(folder: Path) -> Generator[None]:
     """Let modules beside the job file be imported, and after them those of the working folder.
 
-    They are forgotten at the end: the next job may have others so named.
+    They are forgotten at the end: the next job may have others so named. No byte code is written: a
+    full disk would leave it broken, for every later run to find.
     """
-    finder = _JobFinder((folder.absolute(), Path.cwd()))
-    before, places = set(sys.modules), list(sys.path)
-    sys.path[:0] = [str(place) for place in finder.folders]
-    sys.meta_path.insert(sys.meta_path.index(PathFinder), cast(Any, finder))
+    folders = (folder.absolute(), Path.cwd())
+    before, places, plain = set(sys.modules), list(sys.path), sys.dont_write_bytecode
+    sys.path[:0] = [str(place) for place in folders]
+    sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     try:
         yield
     finally:
-        sys.path[:] = places
-        sys.meta_path.remove(cast(Any, finder))
+        sys.path[:], sys.dont_write_bytecode = places, plain
         for name in set(sys.modules) - before:
             module = sys.modules[name]
             held = [getattr(module, "__file__", None), *getattr(module, "__path__", ())]
-            if finder.owns(name, next((place for place in held if place), None)):
+            file = next((place for place in held if place), None)
+            if file is not None and _owns(folders, name, file):
                 del sys.modules[name]
+
+
+def _owns(folders: Iterable[Path], name: str, file: str) -> bool:
+    """Whether a module is one of the job's: in its folders, and not an installed package."""
+    if name.partition(".")[0] == "expunge" or "site-packages" in file:
+        return False
+    if any(Path(file).is_relative_to(place) for place in _INSTALLED):
+        return False
+    return any(Path(file).is_relative_to(folder) for folder in folders)
 
 
 def load_function(field: str, place: str, folder: Path) -> Callable[..., Any]:
@@ -138,16 +114,11 @@ def read_weights(path: Path, field: str) -> dict[str, Tensor]:
     expunge.errors.InputError: model.weights is /nowhere/w.pt, which cannot be read: [Errno 2] ...
     """
     try:
-        if path.suffix == ".safetensors":
+        if path.suffix in (".safetensors", ".json"):
             from safetensors.torch import load_file
 
-            loaded: Any = load_file(path)
-        elif path.name.endswith(".index.json"):
-            from safetensors.torch import load_file
-
-            files = sorted(set(json.loads(path.read_text("utf-8"))["weight_map"].values()))
-            parts = [load_file(path.with_name(Path(name).name)) for name in files]
-            loaded = {name: tensor for part in parts for name, tensor in part.items()}
+            parts = map(load_file, _list_parts(path))
+            loaded: Any = {name: tensor for part in parts for name, tensor in part.items()}
         else:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -166,13 +137,18 @@ def read_metadata(path: Path) -> Mapping[str, str]:
     """What a safetensors file, or the first file of an index, says about itself."""
     from safetensors import safe_open
 
-    if path.name.endswith(".index.json"):
-        files: Iterable[str] = json.loads(path.read_text("utf-8"))["weight_map"].values()
-        path = path.with_name(Path(min(files)).name)
-    if path.suffix != ".safetensors":
+    if path.suffix not in (".safetensors", ".json"):
         return {}
-    with safe_open(path, "pt") as file:
+    with safe_open(_list_parts(path)[0], "pt") as file:
         return file.metadata() or {}
+
+
+def _list_parts(path: Path) -> list[Path]:
+    """The safetensors files of an index; a file itself is its only part."""
+    if path.suffix == ".safetensors":
+        return [path]
+    names: Iterable[str] = json.loads(path.read_text("utf-8"))["weight_map"].values()
+    return [path.with_name(Path(name).name) for name in sorted(set(names))]
 
 
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> tuple[str, ...]:
@@ -186,8 +162,7 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> 
     unknown = [name for name in given if name not in own]
     if unknown:
         raise InputError(
-            f"{field} has the tensor {unknown[0]}, which the model has not"
-            + (f" ({len(unknown)} such in all)" if len(unknown) > 1 else "")
+            f"{field} has the tensor {unknown[0]}, which the model has not ({len(unknown)} in all)"
         )
     for name, tensor in given.items():
         if tensor.shape != own[name].shape:
@@ -199,8 +174,8 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> 
     trainable = [name for name in missing if own[name].requires_grad]
     if trainable:
         raise InputError(
-            f"{field} has no tensor {trainable[0]}; it must have every trainable parameter"
-            + (f" ({len(trainable)} are missing)" if len(trainable) > 1 else "")
+            f"{field} has no tensor {trainable[0]}; it must have every trainable parameter "
+            f"({len(trainable)} missing)"
         )
     model.load_state_dict(given, strict=False)
     return tuple(missing)
@@ -222,13 +197,12 @@ def match_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Te
 def _import_file(path: Path) -> ModuleType:
     """A file as a module of its own name, so that two files of the same name do not meet."""
     name = f"expunge_job_{path.stem}_{sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    loader = _PlainLoader(name, str(path))
-    found = importlib.util.spec_from_file_location(name, path, loader=loader)
+    found = importlib.util.spec_from_file_location(name, path)
     assert found is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[name] = module
+    assert found.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(found)
     try:
-        loader.exec_module(module)
+        found.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise

@@ -19,7 +19,6 @@ import pickle
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -38,14 +37,13 @@ LOG = logging.getLogger("expunge")
 FORMAT = "expunge-result-1"
 NAME = re.compile(r"[A-Za-z0-9_=,+-][A-Za-z0-9_=,+.-]{0,149}")
 INSTALL = "pip install 'expunge[ray]'"
-PORT_SECONDS, ANSWER_SECONDS, GRACE_SECONDS = 3.0, 60.0, 20.0
+PORT_SECONDS, GRACE_SECONDS = 3.0, 20.0
 OBJECT_STORE_BYTES = 80_000_000
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # Ray's own 15 starves them on a machine that does anything else
 }
-PROBE = "import sys, ray; ray.init(sys.argv[1], log_to_driver=False, logging_level='ERROR')"
 
 
 @dataclass(frozen=True)
@@ -332,38 +330,24 @@ def import_ray() -> Any:
 
 
 def check_address(address: str) -> None:
-    """Refuse an address that does not answer as Ray, in bounded time.
-
-    Ray itself tries for many minutes, so first the port is tried and then a process of its own
-    connects.
+    """Refuse at once an address where nothing listens: Ray itself tries for many minutes.
 
     >>> check_address("nowhere")
     Traceback (most recent call last):
     ...
     expunge.errors.InputError: Ray address is 'nowhere'; it must be HOST:PORT of the head node, ...
     """
+    if address == "auto":
+        return
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if address != "auto" and not (host and port.isdecimal() and 0 < int(port) < 65536):
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
         valid = "HOST:PORT of the head node, ray://HOST:PORT of a Ray Client server, or auto"
         raise InputError.of("Ray address", address, valid)
-    call = [sys.executable, "-c", PROBE, address]
     try:
-        if address != "auto":
-            socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_SECONDS).close()
-        done = subprocess.run(
-            call, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS
-        )
+        socket.create_connection((host.strip("[]"), int(port)), timeout=PORT_SECONDS).close()
     except OSError as error:
         reason = (error.strerror or str(error) or type(error).__name__).lower()
         raise InputError(f"Ray address {address} does not answer: {reason}") from None
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            f"Ray address {address} does not answer as Ray within {ANSWER_SECONDS:g} s; it must be "
-            "the address that `ray start --head` prints, of the same version of Ray"
-        ) from None
-    if done.returncode != 0:
-        reason = (done.stderr.strip() or "no reason given").split("\n")[-1]
-        raise InputError(f"Ray address {address} cannot be used: {reason}")
 
 
 def _check_resources(ray: Any, items: Sequence[Item]) -> None:

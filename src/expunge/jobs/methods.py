@@ -40,11 +40,9 @@ def settle(method: MethodTable, target: TargetTable, parameters: int | None) -> 
     if method.name == "plan":
         options = PlanTable.model_validate(own)
         made = plan(
-            epsilon=target.epsilon,
-            delta=target.delta,
             parameters=parameters or SOME_PARAMETERS,
-            compared_to=target.compared_to,
             batch_size=method.batch_size,
+            **target.model_dump(exclude={"releases"}),
             **options.model_dump(exclude={"choose"}),
         )
         recipe = _choose(made, options.choose)
@@ -54,11 +52,9 @@ def settle(method: MethodTable, target: TargetTable, parameters: int | None) -> 
         calibrated = True
         recipe = calibrate(
             lambda noise_std: cast(Any, make_recipe(method.name, own | {"noise_std": noise_std})),
-            epsilon=target.epsilon,
-            delta=target.delta,
-            compared_to=target.compared_to,
             parameters=parameters,
             execution=Execution(releases=target.releases),
+            **target.model_dump(exclude={"releases"}),
         )
     return Settled(recipe, _foresee(recipe, target, parameters), calibrated, made)
 

@@ -5,12 +5,11 @@ A dry run stops here, and tells recipe, cost, and what the certificate would say
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,15 +182,6 @@ def _time_step(made: JobFile, ready: Prepared) -> tuple[float, float]:
     start = time.perf_counter()
     SeededNoise(0).begin().draw(drawn, step=0, position=0, std=1e6)
     return gradient, (time.perf_counter() - start) * ready.parameters / len(drawn)
-
-
-def digest_ids(ids: Iterable[str]) -> str:
-    """One hash for a set of identifiers, for files that are private anyway.
-
-    >>> digest_ids(["b", "a"]) == digest_ids(["a", "b"])
-    True
-    """
-    return hashlib.sha256("\0".join(sorted(ids)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _import_functions(made: JobFile) -> dict[str, Callable[..., Any]]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate, certify
+from expunge.certificates.identifiers import commit
 from expunge.certificates.record import Run
 from expunge.errors import UnlearningError
 from expunge.jobs.data import make_loader
@@ -36,7 +37,7 @@ from expunge.jobs.directory import (
 )
 from expunge.jobs.jobfile import JobFile
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.prepare import Prepared, digest_ids, prepare
+from expunge.jobs.prepare import Prepared, prepare
 from expunge.jobs.ranks import CHECKPOINTS, join_job, shard_model, share_workspace
 from expunge.jobs.tables import FinetuneTable
 from expunge.jobs.tracking import Tracker
@@ -54,6 +55,7 @@ from expunge.training.train import fine_tune
 LOG = logging.getLogger("expunge")
 SETS = ("retain", "forget", "test")
 MOST_POINTS = 200
+NO_SALT = "00" * 32  # for a file that is private anyway
 
 
 @dataclass(frozen=True)
@@ -231,16 +233,12 @@ class _Running:
             run,
             loader,
             ids=retain.ids,
-            epochs=table.epochs,
-            learning_rate=table.learning_rate,
-            weight_decay=table.weight_decay,
-            momentum=table.momentum,
-            schedule=table.schedule,
             optimizer=_choose_optimizer(table),
             loss_fn=watch,
             seed=self.seed,
             progress=self.progress,
             processes=self.processes,
+            **table.model_dump(exclude={"batch_size", "optimizer"}),
         )
         if real:
             self.losses = [float(loss) for loss in losses]
@@ -270,11 +268,9 @@ class _Running:
             if self.processes.leads:
                 certificate = certify(
                     run.record,
-                    delta=target.delta,
-                    compared_to=target.compared_to,
                     parent=self.ready.parent,
-                    releases=target.releases,
                     accept_unchecked=accept_unchecked,
+                    **target.model_dump(exclude={"epsilon"}),
                 )
                 if not certificate.epsilon <= target.epsilon:
                     raise UnlearningError(
@@ -329,8 +325,8 @@ def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
         "recipe": to_dict(ready.settled.recipe),
         "batch_size": made.job.method.batch_size,
         "seed": made.job.method.seed,
-        "forget set": digest_ids(ready.splits.forget.ids),
-        "retained set": digest_ids(ready.splits.retain.ids),
+        "forget set": commit(ready.splits.forget.ids, NO_SALT).root,
+        "retained set": commit(ready.splits.retain.ids, NO_SALT).root,
     }
 
 
