@@ -307,11 +307,7 @@ def _mean_gradient(
         with refused_random("the mean gradient"):
             batch = (x if prepare is None else prepare(x), y)
             (compute_loss(certified.model, batch, loss_fn) * (len(y) / n)).backward()
-    gradients: list[Tensor] = []
-    for p in certified.certified.values():
-        gradients.append(torch.zeros_like(p) if p.grad is None else p.grad)
-        p.grad = None
-    return gradients
+    return certified.take_gradients()
 
 
 def _check_members(trained: tuple[str, ...] | None, **given: Iterable[str] | None) -> None:

@@ -257,11 +257,4 @@ def compute_gradients(
     if not loss.requires_grad:
         raise UnlearningError("the loss depends on no trainable parameter; it has no gradient")
     (loss if scale == 1 else loss * scale).backward()
-    gradients: list[Tensor] = []
-    for p in certified.certified.values():
-        g = p.grad
-        p.grad = None
-        if g is None:
-            g = torch.zeros_like(p)
-        gradients.append(g if g.layout is torch.strided else g.to_dense())
-    return gradients
+    return certified.take_gradients()

@@ -81,6 +81,14 @@ class CertifiedModel:
         kinds = sorted({str(p.dtype).removeprefix("torch.") for p in self.certified.values()})
         return "+".join(kinds)
 
+    def take_gradients(self) -> list[Tensor]:
+        """The gradients, one dense tensor per certified parameter; none is left behind."""
+        found: list[Tensor] = []
+        for p in self.certified.values():
+            g, p.grad = torch.zeros_like(p) if p.grad is None else p.grad, None
+            found.append(g if g.layout is torch.strided else g.to_dense())
+        return found
+
     def show(self) -> nn.Module:
         """A copy to look at, which shares only what is frozen; a sharded model itself."""
         if is_sharded(self.model):
