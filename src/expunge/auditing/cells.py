@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -121,8 +121,10 @@ def examine_cells(
     (70001, 8, True)
     """
     recipe = take_last_steps(recipe)
-    if _list_steps(recipe)[-1][1] == 0:
+    steps = _list_steps(recipe)
+    if steps[-1].sigma == 0:
         return None
+    batches = [(torch.tensor([s.scale], dtype=torch.float64), torch.zeros(1)) for s in steps]
     size = sum(math.prod(shape) for shape in SHAPES)
     signs = np.where(np.random.default_rng(0).random(size) < 0.5, -1, 1)
     starts = torch.from_numpy(signs * (STARTS * find_reach(recipe) / math.sqrt(size)))
@@ -132,7 +134,7 @@ def examine_cells(
         world = place % 2
         run = unlearn(
             _Wide(starts if world else -starts),
-            _list_batches(recipe),
+            batches,
             recipe,
             loss_fn=lambda output, _: output.sum(),
             noise=choose_noise(seed, (1 << 22) + place),
@@ -166,39 +168,35 @@ def take_last_steps(recipe: NoisyRecipe) -> NoisyRecipe:
     )
 
 
-def _list_steps(recipe: NoisyRecipe) -> list[tuple[float, float]]:
-    """(γ_t, σ_t) of every step."""
+class _Step(NamedTuple):
+    """The gradient in units of x, how much of x is left after it, and the noise."""
+
+    scale: float
+    kept: float
+    sigma: float
+
+
+def _list_steps(recipe: NoisyRecipe) -> list[_Step]:
+    """No gradients; in model clipping those that lead to the centre: x - γ (g + λ x) = 0."""
     if isinstance(recipe, OutputPerturbation):
-        return [(0.0, recipe.noise_std)]
-    columns = (schedule(v, recipe.steps) for v in (recipe.learning_rate, recipe.noise_std))
-    return [(float(gamma), float(sigma)) for gamma, sigma in zip(*columns, strict=True)]
-
-
-def _list_batches(recipe: NoisyRecipe) -> list[tuple[Tensor, Tensor]]:
-    """One batch per step, which says what its gradient is in units of x: ρ/γ leads to the centre,
-    for then x - γ (g + λ x) = 0."""
-    scales = [0.0] * len(_list_steps(recipe))
-    if isinstance(recipe, ModelClipping):
-        scales = [1 / g - recipe.weight_decay if g > 0 else 0.0 for g, _ in _list_steps(recipe)]
-    return [(torch.tensor([s], dtype=torch.float64), torch.zeros(1)) for s in scales]
+        return [_Step(0.0, 1.0, recipe.noise_std)]
+    rates, sigmas = (
+        schedule(v, recipe.steps).tolist() for v in (recipe.learning_rate, recipe.noise_std)
+    )
+    steps, decay = zip(rates, sigmas, strict=True), recipe.weight_decay
+    if isinstance(recipe, GradientClipping):
+        return [_Step(0.0, 1 - gamma * decay, sigma) for gamma, sigma in steps]
+    return [_Step(1 / g - decay, 0.0, s) if g > 0 else _Step(0.0, 1.0, s) for g, s in steps]
 
 
 def _state_law(recipe: NoisyRecipe, grid: float, size: int) -> _Law:
     """What the steps make of a start on its sphere, and of its noise."""
-    mean, variance = find_reach(recipe), 0.0
+    mean, variance, clip = find_reach(recipe), 0.0, math.inf
     if not isinstance(recipe, OutputPerturbation):
         variance = recipe.start_noise_std**2
-    for gamma, sigma in _list_steps(recipe):
-        match recipe:
-            case OutputPerturbation():
-                kept = 1.0
-            case GradientClipping():
-                kept = 1 - gamma * recipe.weight_decay
-            case ModelClipping():
-                kept = 0.0 if gamma > 0 else 1.0
-        mean, variance = kept * mean, kept**2 * variance + sigma**2
-        if not isinstance(recipe, OutputPerturbation) and recipe.model_clip is not None:
-            mean = min(mean, recipe.model_clip)
+        clip = math.inf if recipe.model_clip is None else recipe.model_clip
+    for _, kept, sigma in _list_steps(recipe):
+        mean, variance = min(kept * mean, clip), kept**2 * variance + sigma**2
     return _Law(grid, mean / math.sqrt(size) / grid, math.sqrt(variance) / grid)
 
 

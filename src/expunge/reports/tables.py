@@ -205,6 +205,6 @@ def _flatten(prefix: str, value: object) -> Iterator[Fact]:
             items = cast(Sequence[object], value)
             short = len(items) <= 8 and not any(isinstance(i, Mapping | list) for i in items)
             shown = ", ".join(map(format_exact, items)) if short else f"{len(items)} values"
-            yield Fact(prefix, shown)
+            yield Fact(prefix, shown or "none")
         case _:
             yield Fact(prefix, format_exact(value))
