@@ -2,6 +2,7 @@
 
 import copy
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,10 +63,16 @@ def make_partly_frozen():
     return model
 
 
+def make_public():
+    """The same frozen part and buffers, and a start of the rest that saw no data."""
+    model = make_partly_frozen()
+    model[-1].reset_parameters()
+    return model
+
+
 @pytest.mark.parametrize("name", ["0.weight", "scale", "hidden"])
 def test_a_public_part_changed_after_the_run_is_refused(name):
-    public = make_partly_frozen()
-    run = forget(make_partly_frozen(), public=public)
+    run = forget(make_partly_frozen(), public=make_public())
     with torch.no_grad():
         held = dict(run.model.named_parameters()) | dict(run.model.named_buffers())
         held[name].add_(1.0)
@@ -74,7 +81,7 @@ def test_a_public_part_changed_after_the_run_is_refused(name):
 
 
 def test_a_frozen_part_trained_by_fine_tuning_is_refused():
-    run = forget(make_partly_frozen(), public=make_partly_frozen())
+    run = forget(make_partly_frozen(), public=make_public())
     tune(run)
     run.model[0].requires_grad_(True)
     with pytest.raises(UnlearningError, match=r"0\.bias, 0\.weight changed during fine-tuning"):
@@ -183,6 +190,25 @@ def test_a_forward_pass_cannot_write_into_the_data(kind):
     evaluate(Writing(), *held, loss_fn=write_target)
     assert torch.equal(data.inputs, inputs)
     assert torch.equal(data.targets, targets)
+
+
+class WritingArrays(Writing):
+    """A forward pass that writes into whatever it is given."""
+
+    def forward(self, x, extra):
+        output = self.inner(torch.from_numpy(x["x"]).clone())
+        x["x"][:] = 7.0
+        extra.rows.append(float(output.sum()))
+        return output
+
+
+def test_a_forward_pass_cannot_write_into_arrays_and_objects_of_the_data():
+    data, extra = make_data(), SimpleNamespace(rows=[])
+    array = data.inputs.numpy().copy()
+    batches = [({"x": array}, extra, data.targets)]
+    train(WritingArrays(), batches, epochs=2, learning_rate=0.1)
+    assert np.array_equal(array, make_data().inputs.numpy())
+    assert extra.rows == []
 
 
 # --- randomness

@@ -6,6 +6,7 @@ into the data.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -142,24 +143,33 @@ class Cycle:
         return iter(self.loader)
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The batch with every tensor changed; tuples, lists and mappings keep their kind."""
+def map_tensors(
+    batch: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
+) -> Any:
+    """The batch with every tensor changed, and by ``other`` every other leaf.
+
+    Tuples, lists and mappings keep their kind.
+    """
     match batch:
         case Tensor():
             return change(batch)
         case list() | tuple():
-            changed = [map_tensors(item, change) for item in cast(Sequence[Any], batch)]
+            changed = [map_tensors(item, change, other) for item in cast(Sequence[Any], batch)]
             return changed if isinstance(batch, list) else tuple(changed)
         case Mapping():
             items = cast(Mapping[str, Any], batch).items()
-            return {key: map_tensors(value, change) for key, value in items}
+            return {key: map_tensors(value, change, other) for key, value in items}
         case _:
-            return batch
+            return other(batch)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """A copy of the batch on ``device``."""
-    return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True, copy=True))
+    """A copy of the batch, its tensors on ``device``; what else it holds is copied too."""
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(device, non_blocking=True, copy=True)
+
+    return map_tensors(batch, move, copy.deepcopy)
 
 
 def find_tensors(batch: Any) -> list[Tensor]:
