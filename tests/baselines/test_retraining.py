@@ -233,5 +233,12 @@ def test_the_old_model_is_no_initialisation():
     model = make_mlp()
     with pytest.raises(InputError, match="it must build a fresh one"):
         go(model, initialise=lambda: model)
+    for factor, shift in ((1.0, 0.0), (1.002, 0.0), (-3.0, 0.0), (1.0, 1e-5)):
+        near = copy.deepcopy(model)
+        with torch.no_grad():
+            for p in near.parameters():
+                p.mul_(factor).add_(shift)
+        with pytest.raises(InputError, match="it must build a fresh one"):
+            go(model, initialise=lambda near=near: near)
     with pytest.raises(InputError, match="std is -1"):
         GaussianInitialisation(-1)

@@ -24,7 +24,7 @@ from expunge.noisy.model import (
     list_uncertified,
     reset_statistics,
 )
-from expunge.processes.weights import hash_weights, list_tensors
+from expunge.processes.weights import hash_weights, is_multiple, list_tensors
 from expunge.recipes import Execution, Retraining
 from expunge.training.randomness import seeded_random
 from expunge.training.settings import InMemory, Options
@@ -170,13 +170,17 @@ def _take_weights(model: nn.Module, certified: CertifiedModel, build: Callable[[
     built = build()
     if not isinstance(built, nn.Module):
         raise InputError.of("initialise()", type(built).__name__, "a torch module")
-    theirs = dict(built.named_parameters())
-    old = {p.data_ptr() for p in model.parameters() if p.numel() > 0}
+    theirs, found = dict(built.named_parameters()), dict[str, Tensor]()
     for name, p in certified.certified.items():
-        found: Tensor | None = theirs.get(name)
-        if found is None or found.shape != p.shape:
-            shape = None if found is None else tuple(found.shape)
+        shape = tuple(theirs[name].shape) if name in theirs else None
+        if shape != tuple(p.shape):
             raise InputError.of(f"shape of {name} in initialise()", shape, f"{tuple(p.shape)}")
-        if found.data_ptr() in old:
-            raise InputError("initialise() returns the old model; it must build a fresh one")
-        p.copy_(found)
+        found[name] = theirs[name].detach().to(p.device)
+    old = dict(model.named_parameters())
+    if is_multiple([old[name].detach().to(p.device) for name, p in found.items()], found.values()):
+        raise InputError(
+            "initialise() returns the old model, or a multiple of it within a thousandth; it must "
+            "build a fresh one, or be a GaussianInitialisation(std)"
+        )
+    for name, p in certified.certified.items():
+        p.copy_(found[name])
