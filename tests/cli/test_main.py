@@ -178,7 +178,8 @@ BAD = {
     "account forgetting --delta 1e-5": "method is 'forgetting'; it must be one of",
     "account --delta 1e-5": "method is None; it must be one of",
     "account --recipe missing.toml --delta 1e-5": "missing.toml cannot be read",
-    "account retraining --delta 1e-5 --curve x.bmp": "a file name ending in .svg",
+    f"account {MODEL} --noise-std 0.5 --steps 6 --delta 1e-5 "
+    "--curve x.bmp": "a file name ending in .svg",
     f"calibrate {GRADIENT} --noise-std 1 --epsilon 1 --delta 1e-5": "missing here: nothing",
     "calibrate output-perturbation --epsilon 1 --delta 1e-5": "missing here: start_clip, noise_std",
     "calibrate none --epsilon 1 --delta 1e-5": "method is 'none'; it must be one of",

@@ -22,8 +22,9 @@ from expunge.accounting.precision import NoisyRecipe
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.record import Run
 from expunge.certificates.verification import verify
-from expunge.cli.text import SETS, print_table
+from expunge.cli.text import print_table
 from expunge.jobs.directory import check_free, write_run
+from expunge.jobs.tracking import SETS
 from expunge.noisy.run import unlearn
 from expunge.recipes import GradientClipping
 from expunge.tasks import digits

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from expunge.cli.text import AsJson, describe_scores, format_up, print_json
+from expunge.cli.text import AsJson, format_up, print_json
 from expunge.errors import InputError
 from expunge.files import write_atomic
+from expunge.jobs.tracking import describe_scores
 
 if TYPE_CHECKING:
     from expunge.jobs.folder import FolderJob

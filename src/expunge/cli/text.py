@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from expunge.recipes import Guarantee, Recipe
 
 ComparedTo = Annotated[str, typer.Option(help="retrained or centre.")]
-SETS = ("retain", "forget", "test")
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
@@ -79,17 +78,6 @@ def format_up(value: float | None, digits: int = 8) -> str:
         return str(value)
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(context.create_decimal(repr(value))):.{digits}g}"
-
-
-def describe_scores(row: Mapping[str, Any], names: Iterable[str] = SETS) -> str:
-    """The accuracies of a row of measurements; its losses where there are no classes.
-
-    >>> describe_scores({"test": 0.913}), describe_scores({"test": None, "test_loss": 0.5})
-    ('test 91.3 %', 'test loss 0.5')
-    """
-    shares = [f"{n} {100 * row[n]:.1f} %" for n in names if row.get(n) is not None]
-    losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in names if row.get(f"{n}_loss") is not None]
-    return ", ".join(shares or losses)
 
 
 def print_table(

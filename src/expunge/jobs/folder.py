@@ -22,6 +22,7 @@ from expunge.files import read_limited
 from expunge.jobs.directory import check_output, is_finished, read_metrics, workspace_of
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.many import Item, Outcome, Pool, perform
+from expunge.jobs.tracking import SETS
 from expunge.processes.stopping import catch_signals
 
 MAX_BYTES = 10_000_000
@@ -180,7 +181,7 @@ def read_facts(target: Path) -> dict[str, Any]:
     own = [row for row in metrics.get("stages", []) if row.get("arm") == method]
     last = own[-1] if own else {}
     names = ("epsilon", "delta", "compared_to", "releasable", "resumed", "warnings")
-    scores = [name + kind for kind in ("", "_loss") for name in ("retain", "forget", "test")]
+    scores = [name + kind for kind in ("", "_loss") for name in SETS]
     facts = {"directory": str(target)} | {name: certificate[name] for name in names}
     return facts | {name: last.get(name) for name in scores}
 

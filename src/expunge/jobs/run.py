@@ -40,7 +40,7 @@ from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.prepare import Prepared, prepare
 from expunge.jobs.ranks import CHECKPOINTS, join_job, shard_model, share_workspace
 from expunge.jobs.tables import FinetuneTable
-from expunge.jobs.tracking import Tracker
+from expunge.jobs.tracking import SETS, Tracker, describe_scores
 from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.noise import SeededNoise, SystemNoise
 from expunge.noisy.run import Start, unlearn
@@ -53,7 +53,6 @@ from expunge.training.evaluation import measure
 from expunge.training.train import fine_tune
 
 LOG = logging.getLogger("expunge")
-SETS = ("retain", "forget", "test")
 MOST_POINTS = 200
 NO_SALT = "00" * 32  # for a file that is private anyway
 
@@ -248,16 +247,13 @@ class _Running:
         """One row of the table of accuracies, and of losses beside it."""
         splits, table, workers = self.ready.splits, self.job.evaluation, self.job.data.workers
         row: dict[str, Any] = {"stage": stage} | ({} if arm is None else {"arm": arm})
-        shown: list[str] = []
         for name in SETS:
             split = getattr(splits, name)
             if split is not None and len(split) > 0 and name in table.sets:
                 loader = make_loader(split.first(table.most), table.batch_size, workers=workers)
                 found = measure(model, loader, self.ready.loss_fn, processes=self.processes)
                 row |= {name: found.accuracy, f"{name}_loss": found.loss}
-                accuracy = None if found.accuracy is None else f"{100 * found.accuracy:.1f} %"
-                shown.append(f"{name} {accuracy or f'loss {found.loss:.4g}'}")
-        LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), ", ".join(shown))
+        LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), describe_scores(row))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
 

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from expunge.files import to_plain
 
 LOG = logging.getLogger("expunge")
 INTERVAL = 1.0
+SETS = ("retain", "forget", "test")
 Callback = Callable[[dict[str, Any]], object]
 
 
@@ -59,3 +60,14 @@ class Tracker:
         if due:
             self._last[event] = now
         return due
+
+
+def describe_scores(row: Mapping[str, Any], names: Iterable[str] = SETS) -> str:
+    """The accuracies of a row of measurements; its losses where there are no classes.
+
+    >>> describe_scores({"test": 0.913}), describe_scores({"test": None, "test_loss": 0.5})
+    ('test 91.3 %', 'test loss 0.5')
+    """
+    shares = [f"{n} {100 * row[n]:.1f} %" for n in names if row.get(n) is not None]
+    losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in names if row.get(f"{n}_loss") is not None]
+    return ", ".join(shares or losses)
