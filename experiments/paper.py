@@ -175,7 +175,7 @@ def group_privacy(
     """The paper's group-privacy lemma: per-example (ε, δ) gives k examples (kε, k e^{kε} δ).
 
     Sound, but it says nothing once the group's δ reaches 1: that is refused. The sharp factor is
-    (e^{kε} - 1)/(e^ε - 1) (``expunge.accounting.dpsgd.log_group_factor``).
+    (e^{kε} - 1)/(e^ε - 1) (:func:`log_group_factor`).
 
     >>> group_epsilon, group_delta = group_privacy(epsilon=0.5, delta=1e-9, group_size=2)
     >>> group_epsilon, round(group_delta, 14)
@@ -189,6 +189,18 @@ def group_privacy(
             f"the group's delta is k e^(k epsilon) delta = exp({log_delta:g}); it must be below 1"
         )
     return k * epsilon, math.exp(log_delta) if log_delta < 709 else math.inf
+
+
+def log_group_factor(epsilon: float, group_size: int) -> float:
+    """log (e^{kε₁} - 1)/(e^{ε₁} - 1) with kε₁ = ε, in log space; log k at ε = 0.
+
+    >>> round(log_group_factor(50.0, 225), 6)
+    51.39091
+    """
+    if epsilon == 0 or group_size == 1:
+        return math.log(group_size)
+    whole, one = (x + math.log(-math.expm1(-x)) for x in (epsilon, epsilon / group_size))
+    return whole - one
 
 
 def group_noise_std(

@@ -104,7 +104,7 @@ class TestAccepted:
 
     def test_no_clip_is_infinity_and_zero_is_fine(self) -> None:
         make(GradientClipping, start_clip=math.inf, grad_clip=math.inf, model_clip=math.inf)
-        make(GradientClipping, start_clip=0, grad_clip=0, noise_std=0, weight_decay=0, steps=2**53)
+        make(GradientClipping, start_clip=0, grad_clip=0, noise_std=0, weight_decay=0, steps=10**6)
 
     def test_schedule_as_array(self) -> None:
         np.testing.assert_array_equal(schedule(2, 3), [2.0, 2.0, 2.0])
@@ -161,7 +161,21 @@ class TestRefusedNumbers:
 
     def test_more_steps_than_a_float_can_count(self) -> None:
         expected = "steps is 9007199254740994; it must be at most 9007199254740992"
-        assert message(ModelClipping, steps=2**53 + 2) == expected
+        assert message(GroupDPSGD, steps=2**53 + 2) == expected
+
+    @pytest.mark.parametrize(
+        ("kind", "field", "most"),
+        [
+            (GradientClipping, "steps", 10**6),
+            (ModelClipping, "steps", 10**4),
+            (NoisyDescent, "train_steps", 10**6),
+            (RewindToDelete, "train_steps", 10**6),
+        ],
+    )
+    def test_more_steps_than_can_be_verified(self, kind, field, most) -> None:
+        expected = f"{field} is {most + 1}; it must be at most {most}, to be verified"
+        assert message(kind, **{field: most + 1}) == expected
+        make(kind, **{field: most})
 
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
     def test_what_must_be_positive(self, value) -> None:

@@ -24,7 +24,9 @@ from expunge.errors import InputError
 
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
 Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "flag", "schedule"]
-MAX_STEPS = 2**53
+MAX_WHOLE = 2**53
+# A guarantee is verified step by step in 50 digits; a step of model clipping takes longest.
+MAX_STEPS, MAX_MIXING_STEPS = 1_000_000, 10_000
 # Nearer to 1, floats no longer say how much 1 - γλ leaves of the old model.
 LEAST_CONTRACTION = 1e-6
 
@@ -103,7 +105,8 @@ class _Validated:
         for parameter in sorted(described, key=lambda p: p.kind == "schedule"):
             given = getattr(recipe, parameter.name)
             if given is not None or not parameter.optional:
-                checked = _CHECKS[parameter.kind](parameter.name, given, recipe)
+                steps = getattr(recipe, "steps", 1)
+                checked = check_value(parameter.kind, parameter.name, given, steps)
                 object.__setattr__(recipe, parameter.name, checked)
         _check_together(recipe)
 
@@ -241,35 +244,14 @@ class ConvexHeadRecipe(_Validated):
     weight_decay: float = field(
         metadata=_say("positive", "Strength of the ridge on all weights, m.")
     )
-    tolerance: float = field(
-        metadata=_say("positive", "Largest gradient norm at the solution, τ.")
-    )
+    tolerance: float = field(metadata=_say("positive", "Largest gradient norm at the solution, τ."))
     noise_std: float = field(default=0.0, metadata=_ONE_NOISE)
 
 
-Recipe = (
-    OutputPerturbation
-    | GradientClipping
-    | ModelClipping
-    | Retraining
-    | GroupDPSGD
-    | NoisyDescent
-    | RewindToDelete
-    | ExactStatistics
-    | ConvexHeadRecipe
-)
-
-Method = Literal[
-    "output-perturbation",
-    "gradient-clipping",
-    "model-clipping",
-    "retraining",
-    "group-dp-sgd",
-    "noisy-descent",
-    "rewind-to-delete",
-    "exact-statistics",
-    "convex-head",
-]
+NoisyRecipe = OutputPerturbation | GradientClipping | ModelClipping
+DescentRecipe = NoisyDescent | RewindToDelete
+HeadRecipe = ExactStatistics | ConvexHeadRecipe
+Recipe = NoisyRecipe | Retraining | GroupDPSGD | DescentRecipe | HeadRecipe
 
 METHODS: Mapping[str, type[Recipe]] = {
     "output-perturbation": OutputPerturbation,
@@ -340,6 +322,18 @@ def schedule(value: Schedule, steps: int) -> npt.NDArray[np.float64]:
     return np.asarray(value, dtype=np.float64)
 
 
+def list_restarts(steps: int) -> list[int]:
+    """Where the argument for projected steps may restart: anywhere up to 1,024 steps, then evenly.
+
+    Each gives a valid bound. Which ones are tried is part of the format: a claim must be met again.
+
+    >>> list_restarts(5)
+    [0, 1, 2, 3, 4]
+    """
+    count = min(steps, 1024, max(8, 10_000_000 // steps))
+    return sorted({int(t) for t in np.linspace(0, steps - 1, count)})
+
+
 def _number(value: object) -> float | None:
     """A real number as float; None for anything else (booleans and strings included)."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
@@ -355,50 +349,45 @@ def _refuse(field: str, given: object, valid: str) -> InputError:
     return InputError.of(field, given.item() if isinstance(given, np.generic) else given, valid)
 
 
-def _check_number(valid: str, holds: Callable[[float], bool]) -> Callable[[str, Any, Any], float]:
-    def check(field: str, given: Any, _: Any) -> float:
-        number = _number(given)
-        if number is None or not holds(number):
-            raise _refuse(field, given, valid)
-        return number
+def check_value(kind: Kind, field: str, given: Any, steps: int = 1) -> Any:
+    """The value as it is kept, if it is of this kind; a schedule may have ``steps`` values.
 
-    return check
-
-
-def _check_whole(field: str, given: Any, _: Any) -> int:
-    number = _number(given)
-    if number is None or not (1 <= number < math.inf and number == math.floor(number)):
-        raise _refuse(field, given, "a whole number >= 1")
-    if number > MAX_STEPS:
-        raise _refuse(field, given, f"at most {MAX_STEPS}")
-    return int(number)
-
-
-def _check_flag(field: str, given: Any, _: Any) -> bool:
-    if not isinstance(given, bool):
-        raise InputError.of(field, given, "true or false")
-    return given
+    >>> check_value("nonnegative", "rounding", -1)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: rounding is -1; it must be a finite number >= 0
+    """
+    if kind == "schedule":
+        return _check_schedule(field, given, steps)
+    if kind == "flag":
+        if not isinstance(given, bool):
+            raise _refuse(field, given, "true or false")
+        return given
+    number, (valid, holds) = _number(given), _RANGES[kind]
+    if number is None or not holds(number):
+        raise _refuse(field, given, valid)
+    if kind == "whole" and number > MAX_WHOLE:
+        raise _refuse(field, given, f"at most {MAX_WHOLE}")
+    return int(number) if kind == "whole" else number
 
 
-def _check_schedule(field: str, given: Any, recipe: Any) -> float | tuple[float, ...]:
+def _check_schedule(field: str, given: Any, steps: int) -> float | tuple[float, ...]:
     """A finite number ≥ 0, or a sequence of ``steps`` of them (kept as a tuple)."""
     if _number(given) is not None:
-        return cast(float, _CHECKS["nonnegative"](field, given, recipe))
+        return check_value("nonnegative", field, given)
     values = _as_array(given)
     if values is None and isinstance(given, list | tuple):
         elements = cast(Sequence[object], given)
         index = next((i for i, x in enumerate(elements) if _number(x) is None), 0)
         raise _refuse(f"{field}[{index}]", elements[index], "a finite number >= 0")
     if values is None:
-        raise _refuse(field, given, f"a finite number >= 0, or {recipe.steps} of them")
+        raise _refuse(field, given, f"a finite number >= 0, or {steps} of them")
     if values.ndim != 1:
         raise InputError(
             f"{field} has the shape {values.shape}; it must be a plain list of numbers"
         )
-    if len(values) != recipe.steps:
-        raise InputError(
-            f"{field} has {values.size} values; it must have one per step: {recipe.steps}"
-        )
+    if len(values) != steps:
+        raise InputError(f"{field} has {values.size} values; it must have one per step: {steps}")
     bad = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
     if len(bad):
         index = int(bad[0])
@@ -420,19 +409,22 @@ def _as_array(given: object) -> npt.NDArray[np.float64] | None:
     return values.astype(np.float64) if values.dtype.kind in "iuf" or values.size == 0 else None
 
 
-_CHECKS: Mapping[Kind, Callable[[str, Any, Any], object]] = {
-    "radius": _check_number("a number >= 0", lambda x: x >= 0),
-    "nonnegative": _check_number("a finite number >= 0", lambda x: 0 <= x < math.inf),
-    "positive": _check_number("a finite number > 0", lambda x: 0 < x < math.inf),
-    "fraction": _check_number("in (0, 1]", lambda x: 0 < x <= 1),
-    "whole": _check_whole,
-    "flag": _check_flag,
-    "schedule": _check_schedule,
+_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "radius": ("a number >= 0", lambda x: x >= 0),
+    "nonnegative": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
+    "positive": ("a finite number > 0", lambda x: 0 < x < math.inf),
+    "fraction": ("in (0, 1]", lambda x: 0 < x <= 1),
+    "whole": ("a whole number >= 1", lambda x: 1 <= x < math.inf and x == math.floor(x)),
 }
 
 
 def _check_together(recipe: Recipe) -> None:
-    """What the fields of a recipe must be to each other."""
+    """What the fields of a recipe must be to each other, and how many steps can be verified."""
+    for name in ("train_steps", "steps"):
+        steps = getattr(recipe, name, 0)
+        most = MAX_MIXING_STEPS if isinstance(recipe, ModelClipping) else MAX_STEPS
+        if steps > most and not isinstance(recipe, GroupDPSGD):
+            raise InputError.of(name, steps, f"at most {most}, to be verified")
     match recipe:
         case GradientClipping(learning_rate=rates, weight_decay=decay):
             largest = float(np.max(rates)) * decay
@@ -506,17 +498,13 @@ class Execution:
     releases: int = 1
 
     def __post_init__(self) -> None:
-        if not (is_number(self.rounding) and 0 <= self.rounding < math.inf):
-            raise InputError.of("rounding", self.rounding, "a finite number >= 0")
+        check_value("nonnegative", "rounding", self.rounding)
+        check_value("whole", "releases", self.releases)
         if not (is_number(self.tail_delta) and 0 <= self.tail_delta < 1):
             raise InputError.of("tail_delta", self.tail_delta, "a number in [0, 1)")
-        if not (is_number(self.releases) and 1 <= self.releases == self.releases // 1):
-            raise InputError.of("releases", self.releases, "a whole number >= 1")
 
 
 IDEAL = Execution()
-
-DescentRecipe = NoisyDescent | RewindToDelete
 
 
 @dataclass(frozen=True)
@@ -541,8 +529,8 @@ class Problem:
             return
         if self.kind != "softmax-regression":
             raise InputError.of("kind", self.kind, "'softmax-regression' or 'stated'")
-        check_feature_clip(self.feature_clip)
-        object.__setattr__(self, "feature_clip", float(self.feature_clip or 0.0))
+        clip = check_value("positive", "feature_clip", self.feature_clip)
+        object.__setattr__(self, "feature_clip", clip)
         for name, value, least in (("features", self.features, 1), ("classes", self.classes, 2)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise InputError.of(name, value, f"a whole number >= {least}")
@@ -556,10 +544,3 @@ class Problem:
 
 
 STATED = Problem("stated")
-
-
-def check_feature_clip(value: object) -> None:
-    """B is a finite number > 0."""
-    real = isinstance(value, float | int) and not isinstance(value, bool)
-    if not (real and 0 < cast(float, value) < math.inf):
-        raise InputError.of("feature_clip", value, "a finite number > 0")

@@ -9,7 +9,7 @@ import pytest
 import rfc8785
 
 from expunge.certificates.certificate import Certificate, certify, derive, parse
-from expunge.certificates.hashing import INDEX, hash_index, hash_safetensors, write_safetensors
+from expunge.certificates.hashing import INDEX, hash_weights, write_safetensors
 from expunge.certificates.identifiers import commit, commit_disjoint
 from expunge.certificates.record import PublicTensors, RunRecord
 from expunge.certificates.signing import generate_key_pair, read_public_key
@@ -306,14 +306,14 @@ def test_an_index_that_names_no_file_beside_it(name, tmp_path) -> None:
     index = {"metadata": {"total_size": 8}, "weight_map": {"w": name}}
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(CertificateError):
-        hash_index(tmp_path / INDEX)
+        hash_weights(tmp_path / INDEX)
 
 
 def test_a_lone_surrogate_in_a_name(tmp_path) -> None:
     header = b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     (tmp_path / "m").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CertificateError, match="unusable header"):
-        hash_safetensors(tmp_path / "m")
+        hash_weights(tmp_path / "m")
     with pytest.raises(InputError, match="tensor name"):
         write_safetensors(tmp_path / "n", {"a\ud800": ("F32", (2,), bytes(8))})
     plain = make_record().to_dict() | {"device": "\ud800"}

@@ -17,6 +17,8 @@ from expunge.accounting.solving import bracket, tighten
 from expunge.errors import CalibrationError, InputError
 from expunge.recipes import (
     IDEAL,
+    MAX_MIXING_STEPS,
+    MAX_STEPS,
     STATED,
     ComparedTo,
     ConvexHeadRecipe,
@@ -31,19 +33,10 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
+    check_value,
 )
 
-AnyRecipe = TypeVar(
-    "AnyRecipe",
-    OutputPerturbation,
-    GradientClipping,
-    ModelClipping,
-    GroupDPSGD,
-    NoisyDescent,
-    RewindToDelete,
-    Retraining,
-    ConvexHeadRecipe,
-)
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
 @runtime_checkable
@@ -53,7 +46,7 @@ class Model(Protocol):
     def parameters(self) -> Iterable[Any]: ...
 
 
-SMALLEST, LARGEST, MOST_STEPS = 1e-150, 1e150, 2**40
+SMALLEST, LARGEST = 1e-150, 1e150
 
 
 def calibrate(
@@ -89,8 +82,7 @@ def calibrate(
     """
     check_epsilon(epsilon)
     check_delta(delta)
-    if not 0 < start < math.inf:
-        raise InputError.of("start", start, "a finite number > 0")
+    check_value("positive", "start", start)
     if find not in ("smallest", "largest", "fewest"):
         raise InputError.of("find", find, "'smallest', 'largest' or 'fewest'")
     target = _Target(epsilon, delta, compared_to, execution)
@@ -100,10 +92,11 @@ def calibrate(
     size = count_parameters(parameters)
     while True:
         rounding = execution.rounding + _rounding(best, size, problem)
-        if target.on(replace(execution, rounding=rounding)).excess(best) <= 0:
+        real = replace(execution, rounding=rounding)
+        if replace(target, execution=real).excess(best) <= 0:
             return best
         real = replace(execution, rounding=rounding * (1 + 1e-6))
-        best = _search(make, target.on(real), find, start, relative)
+        best = _search(make, replace(target, execution=real), find, start, relative)
 
 
 def count_parameters(given: int | Model) -> int:
@@ -139,9 +132,6 @@ class _Target:
     compared_to: ComparedTo
     execution: Execution
 
-    def on(self, execution: Execution) -> _Target:
-        return replace(self, execution=execution)
-
     def excess(self, recipe: Recipe) -> float:
         """log δ(recipe) - log δ at a hair below ε, so that solving for ε again stays below it."""
         aim = self.epsilon * (1 - 3e-12)
@@ -151,10 +141,7 @@ class _Target:
 
     def refuse(self, recipe: Recipe) -> CalibrationError:
         reached = guarantee(
-            recipe,
-            epsilon=self.epsilon,
-            compared_to=self.compared_to,
-            execution=self.execution,
+            recipe, epsilon=self.epsilon, compared_to=self.compared_to, execution=self.execution
         )
         return CalibrationError(
             f"no value meets epsilon = {self.epsilon:g}, delta = {self.delta:g}: even the extreme "
@@ -172,42 +159,27 @@ def _search(
     def excess(x: float) -> float:
         return target.excess(make(x))
 
-    match find:
-        case "smallest":
-            ends = bracket(excess, start, lowest=SMALLEST, highest=LARGEST)
-            if ends is None:
-                raise target.refuse(make(LARGEST))
-            if ends[0] <= SMALLEST:
-                return make(0.0 if excess(0.0) <= 0 else ends[1])
-            return make(tighten(excess, *ends, relative=relative))
-        case "largest":
-            return make(_find_largest(excess, make, target, start, relative))
-        case "fewest":
-            return make(_find_fewest(excess, make, target))
-
-
-def _find_largest(
-    excess: Callable[[float], float],
-    make: Callable[[float], Recipe],
-    target: _Target,
-    start: float,
-    relative: float,
-) -> float:
-    """The same search in y = 1/x, which is safer the larger it is; 0 where only nothing is safe."""
-    ends = bracket(lambda y: excess(1 / y), 1 / start, lowest=SMALLEST, highest=LARGEST)
+    if find == "fewest":
+        return make(_find_fewest(excess, make, target))
+    # The largest x is the smallest y = 1/x, which is safer the larger it is.
+    turn = (lambda y: 1 / y) if find == "largest" else (lambda x: x)
+    ends = bracket(lambda x: excess(turn(x)), turn(start), lowest=SMALLEST, highest=LARGEST)
     if ends is None:
-        if excess(0.0) <= 0:
-            return 0.0
-        raise target.refuse(make(0.0))
-    if ends[0] <= SMALLEST:
+        safest = 0.0 if find == "largest" else LARGEST
+        if excess(safest) > 0:
+            raise target.refuse(make(safest))
+        return make(safest)
+    if ends[0] <= SMALLEST and find == "largest":
         raise CalibrationError(
             f"every value up to {1 / ends[1]:g} meets epsilon = {target.epsilon:g}, "
             f"delta = {target.delta:g}: this parameter is not what limits the guarantee"
         )
-    best = 1 / tighten(lambda y: excess(1 / y), *ends, relative=relative)
-    while excess(best) > 0:
+    if ends[0] <= SMALLEST:
+        return make(0.0 if excess(0.0) <= 0 else ends[1])
+    best = turn(tighten(lambda x: excess(turn(x)), *ends, relative=relative))
+    while excess(best) > 0:  # 1/(1/x) may be another float
         best *= 1 - 2e-16
-    return best
+    return make(best)
 
 
 def _find_fewest(
@@ -215,25 +187,16 @@ def _find_fewest(
 ) -> int:
     """Doubling, then halving on whole numbers; more steps never hurt, so the first good is best."""
     bad, good = 0, 1
+    recipe = make(good)
+    most = MAX_MIXING_STEPS if isinstance(recipe, ModelClipping) else MAX_STEPS
     while excess(good) > 0:
-        bad, good = good, good * 2
-        if good > _affordable(make(bad)):
-            raise target.refuse(make(bad))
+        if good >= most or isinstance(recipe, GroupDPSGD):  # more steps of DP-SGD only spend more
+            raise target.refuse(make(good))
+        bad, good = good, min(good * 2, most)
     while good - bad > 1:
         middle = (bad + good) // 2
         bad, good = (bad, middle) if excess(middle) <= 0 else (middle, good)
     return good
-
-
-def _affordable(recipe: Recipe) -> int:
-    """How many steps are worth trying: some accountants walk through each of them."""
-    match recipe:
-        case GroupDPSGD():
-            return 1  # more steps of DP-SGD only spend more
-        case ModelClipping() | NoisyDescent():
-            return 2**17
-        case _:
-            return MOST_STEPS
 
 
 def _limit(recipe: Recipe, execution: Execution) -> str:

@@ -33,7 +33,6 @@ import numpy.typing as npt
 from scipy import special
 
 from expunge.accounting import gaussian
-from expunge.accounting.solving import bracket, tighten
 from expunge.recipes import GroupDPSGD
 
 Array = npt.NDArray[np.float64]
@@ -159,30 +158,18 @@ def _transform(losses: Losses, steps: int, epsilon: float, theta: float) -> floa
     return float(weights @ composed) + noise
 
 
-MAX_EPSILON = 1e5
-_DEPTHS = (8.5, 17.0)  # standard deviations to which a step is followed; 1e-17, 4e-65 lie beyond
+# Standard deviations to which a step is followed; 1e-17, 4e-65, 6e-300 lie beyond.
+_DEPTHS = (8.5, 17.0, 37.0)
 _MAX_SHIFT = 30.0  # standard deviations: what a step moves by more is recognised anyway
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)
 _MAX_PARTS, _MAX_CELLS, _MAX_BINS = 256, 2**16, 2**16
-_ORDERS = sorted({round(2 * 1.1**i) for i in range(82)})  # 2, 3, 4, … 4,500
-
-
-def log_group_factor(epsilon: float, group_size: int) -> float:
-    """log (e^{kε₁} - 1)/(e^{ε₁} - 1) with kε₁ = ε, in log space; log k at ε = 0.
-
-    >>> round(log_group_factor(50.0, 225), 6)
-    51.39091
-    """
-    if epsilon == 0 or group_size == 1:
-        return math.log(group_size)
-    return _log_expm1(epsilon) - _log_expm1(epsilon / group_size)
 
 
 def group_log_delta(recipe: GroupDPSGD, epsilon: float) -> float:
-    """log δ for the whole group at group ε: the smallest of four bounds.
+    """log δ for the whole group at group ε: the smallest of three bounds.
 
-    The composed losses; all k examples in every batch, which is exactly k√T/σ-GDP; the probability
-    that any of the k is ever sampled; and Rényi for one example with group privacy.
+    The composed losses; all k examples in every batch, which is exactly k√T/σ-GDP; and the
+    probability that any of the k is ever sampled.
 
     >>> recipe = GroupDPSGD(clip=1.0, noise_multiplier=4.0, sampling_rate=0.01, steps=1000,
     ...                     group_size=5)
@@ -199,7 +186,7 @@ def group_log_delta(recipe: GroupDPSGD, epsilon: float) -> float:
     ever = _log_up(-math.expm1(k * T * math.log1p(-q)))
     if sigma == 0 or max(1.0, k * q) / sigma > _MAX_SHIFT:
         return min(always, ever)
-    value = min(always, ever, _log_delta_renyi(recipe, epsilon))
+    value = min(always, ever)
     for depth in _DEPTHS:
         pair = _mixture_losses(sigma, q, k, T, depth)
         value = min(value, max(compose_log_delta(losses, T, epsilon) for losses in pair))
@@ -208,63 +195,8 @@ def group_log_delta(recipe: GroupDPSGD, epsilon: float) -> float:
     return value
 
 
-def group_epsilon(recipe: GroupDPSGD, delta: float) -> float:
-    """The smallest group ε we can show at group δ; inf when there is none up to 1e5."""
-    target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
-
-    def excess(epsilon: float) -> float:
-        return max(group_log_delta(recipe, epsilon), -1e6) - target
-
-    if excess(0.0) <= 0:
-        return 0.0
-    ends = bracket(excess, 1.0, lowest=1e-9, highest=MAX_EPSILON)
-    return math.inf if ends is None else tighten(excess, *ends, relative=1e-9)
-
-
-def _log_expm1(x: float) -> float:
-    return x + math.log(-math.expm1(-x))
-
-
 def _log_up(x: float) -> float:
     return math.log(x) + 1e-12 if x > 0 else -math.inf
-
-
-@functools.lru_cache(maxsize=4096)
-def renyi_divergence(sigma: float, sampling_rate: float, order: int) -> float:
-    """D_α of one Poisson-sampled step for one example (Mironov, Talwar & Zhang 2019), whole α ≥ 2.
-
-    (α-1) D_α = log Σ_i C(α,i) (1-q)^{α-i} q^i e^{(i²-i)/2σ²}, rounded up.
-
-    >>> round(renyi_divergence(2.0, 1.0, 3), 12)  # α/2σ²
-    0.375
-    """
-    if sampling_rate == 1:
-        return order / 2 / sigma / sigma * (1 + 1e-15)
-    i = np.arange(order + 1.0)
-    logs = -np.log(order + 1.0) - special.betaln(order - i + 1, i + 1)
-    logs += i * math.log(sampling_rate) + (order - i) * math.log1p(-sampling_rate)
-    with np.errstate(over="ignore"):
-        logs += i * (i - 1) / 2 / sigma / sigma
-    total = float(cast(Any, special.logsumexp(logs)))
-    return (max(total, 0.0) * (1 + 1e-14) + 1e-14 * order) / (order - 1)
-
-
-def _log_delta_renyi(recipe: GroupDPSGD, epsilon: float) -> float:
-    """log δ₁(ε/k) + group factor, δ₁ by Rényi (Canonne, Kamath & Steinke 2020, Proposition 12):
-
-    log δ₁ = min over α of (α-1)(T D_α - ε/k + log(1 - 1/α)) - log α.
-    """
-    sigma, q, T, k = (
-        recipe.noise_multiplier, recipe.sampling_rate, recipe.steps, recipe.group_size
-    )  # fmt: skip
-    if sigma == 0:
-        return 0.0
-    one = min(
-        (a - 1) * (T * renyi_divergence(sigma, q, a) - epsilon / k + math.log1p(-1 / a))
-        - math.log(a)
-        for a in _ORDERS
-    )
-    return min(one + 1e-12 * abs(one) + log_group_factor(epsilon, k), 0.0)
 
 
 def _first(holds: Callable[[int], bool], low: int, high: int) -> int:

@@ -16,6 +16,8 @@ the truth and ``mu`` is never above it.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-Array = npt.NDArray[np.float64]
 ArrayLike = npt.ArrayLike
+Binary = Callable[[float, float], float]
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 _EPS = float(np.finfo(np.float64).eps)
@@ -35,176 +37,149 @@ _RELATIVE_MARGIN = 4e-13
 _LOG_SQRT_2PI = 0.5 * float(np.log(2 * np.pi))
 
 
-def log_delta(epsilon: ArrayLike, mu: ArrayLike) -> Any:
+def _elementwise(function: Binary) -> Callable[[ArrayLike, ArrayLike], Any]:
+    """Two numbers at once, or arrays that are broadcast together, element by element."""
+    vectorised = np.vectorize(function, otypes=[np.float64])
+
+    @functools.wraps(function)
+    def apply(first: ArrayLike, second: ArrayLike) -> Any:
+        if isinstance(first, float | int) and isinstance(second, float | int):
+            return function(float(first), float(second))
+        with np.errstate(all="ignore"):
+            return vectorised(first, second)[()]
+
+    return apply
+
+
+@_elementwise
+def log_delta(epsilon: float, mu: float) -> float:
     """log θ_ε(μ): the logarithm of the smallest δ at which μ-GDP gives (ε, δ).
 
-    Vectorised; ``-inf`` only where δ is exactly 0 (μ = 0 or ε = ∞). Never below the truth.
+    ``-inf`` only where δ is exactly 0 (μ = 0 or ε = ∞). Never below the truth.
 
     >>> round(float(log_delta(3.0, 0.01)), 3)
     -45015.432
     """
-    e, m = _pair(epsilon, mu)
-    return _evaluate(e, m)[0][()]
+    return _evaluate(epsilon, mu)[0]
 
 
-def delta(epsilon: ArrayLike, mu: ArrayLike) -> Any:
+@_elementwise
+def delta(epsilon: float, mu: float) -> float:
     """θ_ε(μ): the smallest δ at which μ-GDP gives (ε, δ). Never below the truth, 0 only if exact.
 
     >>> round(float(delta(1.0, 2**0.5)), 12)  # what the paper's "epsilon = 1" rows really give
     0.286208211922
     """
-    e, m = _pair(epsilon, mu)
-    return _evaluate(e, m)[1][()]
+    return _evaluate(epsilon, mu)[1]
 
 
-def epsilon(mu: ArrayLike, delta: ArrayLike) -> Any:
+@_elementwise
+def epsilon(mu: float, delta: float) -> float:
     """The smallest ε ≥ 0 at which μ-GDP gives (ε, δ). Never below the truth; inf when δ = 0 < μ.
 
     >>> round(float(epsilon(2**0.5, 1e-5)), 9)
     6.572970067
     """
-    m, target = _pair(mu, delta)
-    known = (m == 0) | (target >= 1) | (target <= 0) | np.isinf(m) | ~((m >= 0) & (target >= 0))
-    m_, target_ = np.where(known, 1.0, m), np.where(known, 0.5, target)
+    if not (mu >= 0 and delta >= 0):
+        return math.nan
+    if mu == 0 or delta >= 1:
+        return 0.0
+    if delta == 0 or mu == math.inf:
+        return math.inf
 
-    def safe(e: Array) -> npt.NDArray[np.bool_]:
-        return _meets(e, m_, target_)
+    def safe(value: float) -> bool:
+        return _meets(value, mu, delta)
 
-    with np.errstate(over="ignore"):
-        # θ_ε(μ) ≤ Φ(μ/2 - ε/μ) gives a value that is large enough but for rounding.
-        upper = m_ * (m_ / 2 + np.maximum(-special.ndtri_exp(np.log(target_)), 0.0))
-        for _ in range(64):
-            grow = np.isfinite(upper) & ~safe(upper)
-            if not np.any(grow):
-                break
-            upper = np.where(grow, upper * (1 + 1e-9), upper)
-    upper = np.where(safe(upper), upper, np.inf)
-    out = _bisect(safe, upper, np.zeros_like(m_))
-    out = np.where(safe(np.zeros_like(m_)), 0.0, out)
-    out = np.where(known, np.where((m == 0) | (target >= 1), 0.0, np.inf), out)
-    return np.where((m >= 0) & (target >= 0), out, np.nan)[()]
+    if safe(0.0):
+        return 0.0
+    # θ_ε(μ) ≤ Φ(μ/2 - ε/μ) gives a value that is large enough but for rounding.
+    upper = mu * (mu / 2 + max(-float(special.ndtri_exp(math.log(delta))), 0.0))
+    for _ in range(64):
+        if safe(upper):
+            return _bisect(safe, upper, 0.0)
+        upper *= 1 + 1e-9
+    return math.inf
 
 
-def mu(epsilon: ArrayLike, delta: ArrayLike) -> Any:
+@_elementwise
+def mu(epsilon: float, delta: float) -> float:
     """The largest μ that still gives (ε, δ). Never above the truth; 0 when δ = 0.
 
     >>> round(float(mu(1.0, 1e-5)), 9)
     0.268051123
     """
-    e, target = _pair(epsilon, delta)
-    known = (target >= 1) | (target <= 0) | np.isinf(e) | ~((e >= 0) & (target >= 0))
-    e_, target_ = np.where(known, 1.0, e), np.where(known, 0.5, target)
+    if not (epsilon >= 0 and delta >= 0):
+        return math.nan
+    if delta == 0:
+        return 0.0
+    if delta >= 1 or epsilon == math.inf:
+        return math.inf
 
-    def safe(m: Array) -> npt.NDArray[np.bool_]:
-        return _meets(e_, m, target_)
+    def safe(value: float) -> bool:
+        return _meets(epsilon, value, delta)
 
-    upper = np.ones_like(e_)
-    for _ in range(1100):
-        grow = safe(upper)
-        if not np.any(grow):
-            break
-        upper = np.where(grow, upper * 2, upper)
-    out = _bisect(safe, np.zeros_like(e_), upper)
-    out = np.where(known, np.where((target >= 1) | np.isinf(e) & (target > 0), np.inf, 0.0), out)
-    return np.where((e >= 0) & (target >= 0), out, np.nan)[()]
+    upper = 1.0
+    while safe(upper):
+        upper *= 2
+    return _bisect(safe, 0.0, upper)
 
 
-def _pair(first: ArrayLike, second: ArrayLike) -> tuple[Array, Array]:
-    a, b = np.broadcast_arrays(np.asarray(first, np.float64), np.asarray(second, np.float64))
-    return a, b
-
-
-def _meets(epsilon: Array, mu: Array, target: Array) -> npt.NDArray[np.bool_]:
+def _meets(epsilon: float, mu: float, target: float) -> bool:
     log_value, value = _evaluate(epsilon, mu)
-    return (value <= target) & (log_value <= np.log(target))
+    return value <= target and log_value <= math.log(target)
 
 
-def _bisect(safe: Callable[[Array], npt.NDArray[np.bool_]], good: Array, bad: Array) -> Array:
+def _bisect(safe: Callable[[float], bool], good: float, bad: float) -> float:
     """The end of [good, bad] that is safe, halved until the two are neighbouring floats.
 
     Halves on the logarithmic scale while the ends are far apart, so that it finds tiny answers too.
-    Every element goes its own way: a vector gives what its elements give one by one.
     """
-    good, bad = good.astype(float), bad.astype(float)
-    for _ in range(2200):
-        low, high = np.minimum(good, bad), np.maximum(good, bad)
-        open_ = (high > 1e-300) & np.isfinite(high)
-        high_ = np.where(open_, high, 1.0)
-        far = np.sqrt(np.maximum(low, 1e-300)) * np.sqrt(high_)
-        middle = np.where((high_ > 4 * low) & (far > low), far, low + (high_ - low) / 2)
-        open_ &= (middle > low) & (middle < high_)
-        if not np.any(open_):
+    while 1e-300 < max(good, bad) < math.inf:
+        low, high = min(good, bad), max(good, bad)
+        far = math.sqrt(max(low, 1e-300)) * math.sqrt(high)
+        middle = far if high > 4 * low and far > low else low + (high - low) / 2
+        if not low < middle < high:
             break
-        holds = safe(middle)
-        good = np.where(open_ & holds, middle, good)
-        bad = np.where(open_ & ~holds, middle, bad)
+        good, bad = (middle, bad) if safe(middle) else (good, middle)
     return good
 
 
-def _evaluate(epsilon: Array, mu: Array) -> tuple[Array, Array]:
+def _evaluate(epsilon: float, mu: float) -> tuple[float, float]:
     """(log θ, θ), both rounded up; nan for an ε or μ that is negative or not a number."""
-    if epsilon.ndim == 0:
-        return _evaluate_scalar(float(epsilon), float(mu))
-    finite = (epsilon >= 0) & (mu > 0) & (epsilon < np.inf) & (mu < np.inf)
-    zero = (epsilon >= 0) & ((mu == 0) | ((epsilon == np.inf) & (mu > 0) & (mu < np.inf)))
-    one = (epsilon >= 0) & (epsilon < np.inf) & (mu == np.inf)
-    value = np.where(zero, 0.0, np.where(one, 1.0, np.nan))
-    log_value = np.where(zero, -np.inf, np.where(one, 0.0, np.nan))
-    e, m = epsilon[finite], mu[finite]
-    u, h = _coordinates(e, m)
-    rest = np.zeros_like(u)
-    left = u < h
-    rest[left] = _complement(u[left], h[left])
-    near_one = left & (rest < 0.5)
-    smooth = ~near_one & _is_smooth(u, h)
-    steep = ~near_one & ~smooth
-    logs = np.log1p(-rest)
-    logs[smooth] = _log_theta_integral(u[smooth], h[smooth], m[smooth])
-    logs[steep] = _log_theta_difference(u[steep], h[steep])
-    log_value[finite] = logs = np.minimum(logs, 0.0)
-    value[finite] = np.where(near_one, _one_minus(rest), _exp_up(logs))
-    return log_value, value
-
-
-def _evaluate_scalar(epsilon: float, mu: float) -> tuple[Any, Any]:
-    """``_evaluate`` for one pair: the same formulas without the masks, several times faster."""
-    if not (epsilon >= 0 and mu > 0 and epsilon < np.inf and mu < np.inf):
-        log_value, value = _evaluate(np.array([epsilon]), np.array([mu]))
-        return log_value[0], value[0]
+    if not (epsilon >= 0 and mu >= 0) or epsilon == mu == math.inf:
+        return math.nan, math.nan
+    if mu == 0 or epsilon == math.inf:
+        return -math.inf, 0.0
+    if mu == math.inf:
+        return 0.0, 1.0
     u, h = _coordinates(epsilon, mu)
     if u < h and (rest := _complement(u, h)) < 0.5:
-        return np.minimum(np.log1p(-rest), 0.0), _one_minus(rest)
-    if _is_smooth(u, h):
-        log_value = np.minimum(_log_theta_integral(u, h, mu), 0.0)
-    else:
-        log_value = np.minimum(_log_theta_difference(u, h), 0.0)
+        return min(math.log1p(-rest), 0.0), _one_minus(rest)
+    smooth = h <= 1 or u / 4 > h  # the integrand of θ, over the whole of [u - h, u + h]
+    log_value = _log_theta_integral(u, h, mu) if smooth else _log_theta_difference(u, h)
+    log_value = min(float(log_value), 0.0)
     return log_value, _exp_up(log_value)
 
 
-def _coordinates(epsilon: Any, mu: Any) -> tuple[Any, Any]:
+def _coordinates(epsilon: float, mu: float) -> tuple[float, float]:
     """u and h, with u lowered past the error of its division: θ falls as u grows.
 
     Beyond 1e150 the lowered u only says that log θ is below -5e299, which is still true.
     """
     with np.errstate(over="ignore"):
-        return np.minimum(np.divide(epsilon, mu) * (1 - 2 * _EPS), 1e150), mu / 2
+        return min(float(np.divide(epsilon, mu)) * (1 - 2 * _EPS), 1e150), mu / 2
 
 
-def _is_smooth(u: Any, h: Any) -> Any:
-    """Where the integrand of θ is smooth over the whole of [u - h, u + h]."""
-    return (h <= 1) | (u / 4 > h)
-
-
-def _one_minus(rest: Any) -> Any:
+def _one_minus(rest: float) -> float:
     """1 - rest rounded up; the subtraction rounds to nearest and 1 minus its result is exact."""
     whole = 1 - rest
-    return np.where(1 - whole > rest, np.nextafter(whole, 2), whole)[()]
+    return math.nextafter(whole, 2) if 1 - whole > rest else whole
 
 
-def _exp_up(log_value: Any) -> Any:
+def _exp_up(log_value: float) -> float:
     """exp rounded up, also among the denormal numbers."""
-    value = np.exp(log_value)
-    return np.where(value < 2 * _TINY, value + 2 * _DENORMAL, value)[()]
+    value = math.exp(log_value)
+    return value + 2 * _DENORMAL if value < 2 * _TINY else value
 
 
 def _round_up(log_value: Any) -> Any:
@@ -227,21 +202,20 @@ def _mills_slope(x: Any) -> Any:
     return np.where(x > 30, series, 1 - x * _mills(np.minimum(x, 30.0)))
 
 
-def _log_theta_integral(u: Any, h: Any, mu: Any) -> Any:
+def _log_theta_integral(u: float, h: float, mu: float) -> Any:
     """μ ≤ 2 or u > 4h: Gauss–Legendre for the integral, which is smooth there; nothing cancels."""
-    slope = _mills_slope(np.asarray(u)[..., None] + np.asarray(h)[..., None] * _NODES)
-    mean = (slope * _WEIGHTS).sum(axis=-1) / 2
+    mean = (_mills_slope(u + h * _NODES) * _WEIGHTS).sum() / 2
     return _round_up(_log_phi(u - h) + np.log(mu) + np.log(mean))
 
 
-def _log_theta_difference(u: Any, h: Any) -> Any:
+def _log_theta_difference(u: float, h: float) -> Any:
     """μ > 2 and u ≤ 4h: the two Mills' ratios are far apart."""
     return _round_up(_log_phi(u - h) + np.log(_mills(u - h) - _mills(u + h)))
 
 
-def _complement(u: Any, h: Any) -> Any:
+def _complement(u: float, h: float) -> float:
     """u < h: 1 - θ = Φ(u - h) + φ(u - h) M(u + h), a sum of positive terms, rounded down."""
-    x = np.maximum(u - h, -1e150)
-    rest = special.ndtr(x) + np.exp(_log_phi(x)) * _mills(u + h)
-    rest = rest * (1 - _RELATIVE_MARGIN - 8 * _EPS * np.minimum(np.square(x), 2000.0))
-    return np.where(rest < 1e-300, 0.0, rest)[()]
+    x = max(u - h, -1e150)
+    rest = float(special.ndtr(x) + np.exp(_log_phi(x)) * _mills(u + h))
+    rest *= 1 - _RELATIVE_MARGIN - 8 * _EPS * min(x * x, 2000.0)
+    return 0.0 if rest < 1e-300 else rest

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from expunge.accounting import gaussian
-from expunge.accounting.dpsgd import group_epsilon, group_log_delta
+from expunge.accounting.dpsgd import group_log_delta
 from expunge.accounting.solving import bracket, tighten
 from expunge.accounting.theorems import (
     clip_gradients,
@@ -75,11 +78,11 @@ def guarantee(
         check_epsilon(epsilon)
     if compared_to not in ("retrained", "centre"):
         raise InputError.of("compared_to", compared_to, "'retrained' or 'centre'")
-    retrained = _bound(recipe, epsilon, delta, "retrained", execution)
+    retrained = _Side(recipe, "retrained", execution).bound(epsilon, delta)
     centre, survival = None, None
     if has_centre(recipe):
-        centre = _bound(recipe, epsilon, delta, "centre", execution)
-        survival = _survival(recipe, centre.mu, execution)
+        side = _Side(recipe, "centre", execution)
+        centre, survival = side.bound(epsilon, delta), _exp_up(side.log_delta(0.0))
     elif is_exact(recipe):
         centre, survival = retrained, 0.0
     chosen = retrained if compared_to == "retrained" else centre
@@ -192,94 +195,63 @@ def log_delta(
     >>> round(log_delta(OutputPerturbation(start_clip=0.5, noise_std=100.0), 3.0), 3)
     -45015.432
     """
-    proved = mu(recipe, compared_to=compared_to, execution=execution)
-    return _log_delta(recipe, epsilon, proved, compared_to, execution)
+    return _Side(recipe, compared_to, execution).log_delta(epsilon)
 
 
-def _log_delta(
-    recipe: Recipe,
-    epsilon: float,
-    proved: float | None,
-    compared_to: ComparedTo,
-    execution: Execution,
-) -> float:
-    n = execution.releases
-    match recipe:
-        case ModelClipping():
-            # n releases by basic composition: ε and δ add up.
-            starts = 2.0 if compared_to == "retrained" else 1.0
-            value = math.log(n) + clip_models(recipe, epsilon / n, starts)
-        case GroupDPSGD():
-            if n > 1:
-                raise InputError.of("releases", n, "1 for DP-SGD, which is released as trained")
-            value = group_log_delta(round_group(recipe, execution.rounding), epsilon)
-        case _:
-            assert proved is not None
-            value = float(gaussian.log_delta(epsilon, proved))
-    return min(_add_tail(value, epsilon, execution), 0.0)
+@dataclass(frozen=True)
+class _Side:
+    """One recipe, as it ran, against one reference."""
 
+    recipe: Recipe
+    compared_to: ComparedTo
+    execution: Execution
 
-def survival_bound(recipe: Recipe, *, execution: Execution = IDEAL) -> float | None:
-    """|P_old(E) - P_centre(E)| for every event E: 2Φ(μ_c/2) - 1, or the recursion at ε = 0.
+    @functools.cached_property
+    def mu(self) -> float | None:
+        return mu(self.recipe, compared_to=self.compared_to, execution=self.execution)
 
-    >>> round(survival_bound(OutputPerturbation(start_clip=0.01, noise_std=0.0746127)), 4)
-    0.0534
-    """
-    if is_exact(recipe):
-        return 0.0
-    if not has_centre(recipe):
-        return None
-    return _survival(recipe, mu(recipe, compared_to="centre", execution=execution), execution)
+    def log_delta(self, epsilon: float) -> float:
+        n = self.execution.releases
+        match self.recipe:
+            case ModelClipping() as recipe:
+                # n releases by basic composition: ε and δ add up.
+                starts = 2.0 if self.compared_to == "retrained" else 1.0
+                value = math.log(n) + clip_models(recipe, epsilon / n, starts)
+            case GroupDPSGD() as recipe:
+                if n > 1:
+                    raise InputError.of("releases", n, "1 for DP-SGD, which is released as trained")
+                value = group_log_delta(round_group(recipe, self.execution.rounding), epsilon)
+            case _:
+                assert self.mu is not None
+                value = float(gaussian.log_delta(epsilon, self.mu))
+        return min(_add_tail(value, epsilon, self.execution), 0.0)
 
+    def bound(self, epsilon: float | None, delta: float | None) -> Bound:
+        if epsilon is not None:
+            return Bound(epsilon, _exp_up(self.log_delta(epsilon)), self.mu)
+        assert delta is not None
+        if self.mu is not None and self.execution.tail_delta == 0:
+            return Bound(float(gaussian.epsilon(self.mu, delta)), delta, self.mu)
+        return Bound(self.solve(delta), delta, self.mu)
 
-def _survival(recipe: Recipe, proved: float | None, execution: Execution) -> float:
-    return _exp_up(_log_delta(recipe, 0.0, proved, "centre", execution))
+    def solve(self, delta: float) -> float:
+        """The smallest ε with log δ(ε) ≤ log δ, on the safe side: δ falls as ε grows."""
+        target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
 
+        def excess(value: float) -> float:
+            return max(self.log_delta(value), -1e6) - target
 
-def _bound(
-    recipe: Recipe,
-    epsilon: float | None,
-    delta: float | None,
-    compared_to: ComparedTo,
-    execution: Execution,
-) -> Bound:
-    proved = mu(recipe, compared_to=compared_to, execution=execution)
-    if epsilon is not None:
-        log_value = _log_delta(recipe, epsilon, proved, compared_to, execution)
-        return Bound(epsilon, _exp_up(log_value), proved)
-    assert delta is not None
-    if proved is not None and execution.tail_delta == 0:
-        return Bound(float(gaussian.epsilon(proved, delta)), delta, proved)
-    if isinstance(recipe, GroupDPSGD) and execution == IDEAL:
-        return Bound(group_epsilon(recipe, delta), delta, None)
-    return Bound(_solve_epsilon(recipe, delta, proved, compared_to, execution), delta, proved)
-
-
-def _solve_epsilon(
-    recipe: Recipe,
-    delta: float,
-    proved: float | None,
-    compared_to: ComparedTo,
-    execution: Execution,
-) -> float:
-    """The smallest ε with log δ(ε) ≤ log δ, on the safe side: δ falls as ε grows."""
-    target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
-
-    def excess(value: float) -> float:
-        found = _log_delta(recipe, value, proved, compared_to, execution)
-        return max(found, -1e6) - target
-
-    if excess(0.0) <= 0:
-        return 0.0
-    if execution.tail_delta > 0:
-        # The tail's own share grows with e^ε, so δ need not fall: look for the first ε that holds.
-        ladder = [1e-9, *(1e-3 * 1.1**n for n in range(142))]
-        good = next((n for n, value in enumerate(ladder) if excess(value) <= 0), None)
-        if good is None:
-            return math.inf
-        return tighten(excess, ladder[good - 1] if good > 0 else 0.0, ladder[good])
-    ends = bracket(excess, 1.0, lowest=1e-12, highest=1e5)
-    return math.inf if ends is None else tighten(excess, *ends)
+        if excess(0.0) <= 0:
+            return 0.0
+        if self.execution.tail_delta > 0:
+            # The tail's own share grows with e^ε, so δ need not fall: the first ε that holds.
+            ladder = [0.0, 1e-9, *(1e-3 * 1.1**n for n in range(142))]
+            steps = itertools.pairwise(ladder)
+            ends = next((pair for pair in steps if excess(pair[1]) <= 0), None)
+        else:
+            ends = bracket(excess, 1.0, lowest=1e-12, highest=1e5)
+        relative = 1e-9 if isinstance(self.recipe, GroupDPSGD) else 1e-12  # losses are on a grid
+        return math.inf if ends is None else tighten(excess, *ends, relative=relative)
 
 
 def _exp_up(log_value: float) -> float:

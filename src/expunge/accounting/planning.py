@@ -9,6 +9,7 @@ target allows follows from it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from expunge.recipes import (
     OutputPerturbation,
     Recipe,
     Retraining,
+    check_value,
     method_name,
     to_dict,
 )
@@ -97,21 +99,25 @@ def plan(
     check_epsilon(epsilon)
     check_delta(delta)
     for field, value in (("parameters", parameters), ("steps", steps), ("batch_size", batch_size)):
-        if isinstance(value, bool) or value != int(value) or value < 1:
-            raise InputError.of(field, value, "a whole number >= 1")
+        check_value("whole", field, value)
     left = float(parameters) ** -0.25 if scale is None else scale
-    if not 0 < left < math.inf:
-        raise InputError.of("scale", scale, "a finite number > 0")
+    check_value("positive", "scale", left)
+    makers = _list_makers(left, steps, learning_rate, weight_decay, compared_to)
     recipes: list[Recipe] = [
-        _plan_output(epsilon, delta, left, compared_to),
-        _plan_gradient(
-            epsilon, delta, left, steps, learning_rate, weight_decay, compared_to, parameters
-        ),
-        _plan_model(epsilon, delta, left, steps, learning_rate, weight_decay, compared_to),
-        Retraining(),
+        calibrate(
+            make,
+            epsilon=epsilon,
+            delta=delta,
+            compared_to=compared_to,
+            find="largest",
+            start=left,
+            parameters=parameters,
+        )
+        for make in makers
     ]
     candidates = tuple(
-        _describe(recipe, delta, parameters, batch_size, compared_to) for recipe in recipes
+        _describe(recipe, delta, parameters, batch_size, compared_to)
+        for recipe in [*recipes, Retraining()]
     )
     largest = max(c.survival_bound for c in candidates)
     as_good = largest <= 0.5
@@ -127,34 +133,15 @@ def plan(
     )
 
 
-def _plan_output(
-    epsilon: float, delta: float, scale: float, compared_to: ComparedTo
-) -> OutputPerturbation:
-    """All the noise in one draw: σ = scale."""
-    return calibrate(
-        lambda C0: OutputPerturbation(start_clip=C0, noise_std=scale),
-        epsilon=epsilon,
-        delta=delta,
-        compared_to=compared_to,
-        find="largest",
-        start=scale,
-    )
+def _list_makers(
+    scale: float, steps: int, learning_rate: float, weight_decay: float, compared_to: ComparedTo
+) -> list[Callable[[float], NoisyRecipe]]:
+    """The recipe of each noisy method as a function of its radius.
 
-
-def _plan_gradient(
-    epsilon: float,
-    delta: float,
-    scale: float,
-    steps: int,
-    learning_rate: float,
-    weight_decay: float,
-    compared_to: ComparedTo,
-    parameters: int,
-) -> GradientClipping:
-    """σ √(Σ ρ^{2k}) = scale; half of the budget for the start, half for what gradients add.
-
-    With ρ = 1 - γλ, the distance at the end is ρ^T D + 2γC1 Σ ρ^k; setting the two parts equal
-    fixes C1/C0, and the largest C0 that meets the target follows.
+    Output perturbation draws all its noise at once, and of model clipping each step's own noise is
+    what remains: σ = scale. With gradient clipping σ √(Σ ρ^{2k}) = scale, and half of the budget is
+    for the start, half for what gradients add: with ρ = 1 - γλ the distance at the end is
+    ρ^T D + 2γC1 Σ ρ^k, and setting the two parts equal fixes C1/C0.
     """
     rho = 1 - learning_rate * weight_decay
     if not 0 < rho <= 1:
@@ -164,52 +151,13 @@ def _plan_gradient(
     sigma = scale / math.sqrt(_sum_powers(rho * rho, steps))
     starts = 2.0 if compared_to == "retrained" else 1.0
     per_radius = rho**steps * starts / (2 * learning_rate * _sum_powers(rho, steps))
-
-    def make(C0: float) -> GradientClipping:
-        return GradientClipping(
-            start_clip=C0,
-            grad_clip=C0 * per_radius,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            steps=steps,
-            noise_std=sigma,
-        )
-
-    return calibrate(
-        make,
-        epsilon=epsilon,
-        delta=delta,
-        compared_to=compared_to,
-        find="largest",
-        start=scale,
-        parameters=parameters,
-    )
-
-
-def _plan_model(
-    epsilon: float,
-    delta: float,
-    scale: float,
-    steps: int,
-    learning_rate: float,
-    weight_decay: float,
-    compared_to: ComparedTo,
-) -> ModelClipping:
-    """Each step's own noise is what remains: σ = scale, and the largest C2 that ``steps`` allow."""
-    return calibrate(
-        lambda C2: ModelClipping(
-            model_clip=C2,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            noise_std=scale,
-            steps=steps,
+    return [
+        lambda C0: OutputPerturbation(start_clip=C0, noise_std=scale),
+        lambda C0: GradientClipping(
+            C0, C0 * per_radius, learning_rate, weight_decay, steps, noise_std=sigma
         ),
-        epsilon=epsilon,
-        delta=delta,
-        compared_to=compared_to,
-        find="largest",
-        start=scale,
-    )
+        lambda C2: ModelClipping(C2, learning_rate, weight_decay, noise_std=scale, steps=steps),
+    ]
 
 
 def _describe(

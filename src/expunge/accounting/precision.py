@@ -25,7 +25,7 @@ For any other model they are *assumed*: the user states them and the certificate
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,13 +42,12 @@ from expunge.recipes import (
     Execution,
     GradientClipping,
     ModelClipping,
+    NoisyRecipe,
     OutputPerturbation,
     Problem,
-    check_feature_clip,
+    check_value,
     schedule,
 )
-
-NoisyRecipe = GradientClipping | ModelClipping | OutputPerturbation
 
 # Coordinates saturate here: a projection onto a box, hence a contraction, hence free.
 LARGEST_CELL = 2.0**44
@@ -83,12 +82,8 @@ def choose_precision(recipe: NoisyRecipe, size: int) -> Precision:
         return Precision(0.0, 0.0)
     smallest, largest = _exponent(min(levels)), _exponent(max(levels))
     floor = max(smallest + FINEST, largest - MOST_CELLS, _SMALLEST_EXPONENT)
-    exponent = max(smallest + COARSEST, floor)
-    while exponent > floor:
-        if _is_cheap(recipe, bound_rounding(recipe, math.ldexp(1.0, exponent), size)):
-            break
-        exponent -= 1
-    grid = math.ldexp(1.0, exponent)
+    coarsest = max(smallest + COARSEST, floor)
+    grid = _search_grid(recipe, coarsest, floor, lambda grid: bound_rounding(recipe, grid, size))
     if not math.isfinite(_largest_rate(recipe) / grid):
         raise InputError.of("learning_rate", _largest_rate(recipe), f"below {1e308 * grid:.0e}")
     return Precision(grid, bound_rounding(recipe, grid, size))
@@ -168,16 +163,24 @@ def _exponent(sigma: float) -> int:
     return math.frexp(sigma)[1] - 1
 
 
-def _is_cheap(recipe: NoisyRecipe | DescentRecipe, rounding: float) -> bool:
-    """Whether this rounding raises μ by less than 0.02 % on both sides; model clipping has no μ."""
-    if rounding == 0 or not math.isfinite(rounding):
-        return rounding == 0
+def _search_grid(
+    recipe: NoisyRecipe | DescentRecipe, coarsest: int, floor: int, bound: Callable[[float], float]
+) -> float:
+    """The coarsest power of two whose rounding raises μ by less than 0.02 % on both sides."""
     sides: tuple[ComparedTo, ...] = ("retrained", "centre")
-    found = [
-        [mu(recipe, compared_to=side, execution=e) or 0.0 for side in sides]
-        for e in (Execution(rounding=rounding), IDEAL)
-    ]
-    return all(a <= b * (1 + RELATIVE_COST) for a, b in zip(*found, strict=True))
+
+    def prove(execution: Execution) -> list[float]:  # model clipping has no μ
+        return [mu(recipe, compared_to=side, execution=execution) or 0.0 for side in sides]
+
+    for exponent in range(coarsest, floor, -1):
+        rounding = bound(math.ldexp(1.0, exponent))
+        if rounding == 0:
+            return math.ldexp(1.0, exponent)
+        if math.isfinite(rounding):
+            found = zip(prove(Execution(rounding=rounding)), prove(IDEAL), strict=True)
+            if all(real <= ideal * (1 + RELATIVE_COST) for real, ideal in found):
+                return math.ldexp(1.0, exponent)
+    return math.ldexp(1.0, floor)
 
 
 _UNIT = 2.0**-53  # relative error of one float64 operation
@@ -186,13 +189,14 @@ _UNIT = 2.0**-53  # relative error of one float64 operation
 def softmax_constants(feature_clip: float) -> dict[str, Any]:
     """G = √2 B, L_f = B²/2, convex: arguments of both recipes, rounded up.
 
+    >>> from expunge import NoisyDescent
     >>> recipe = NoisyDescent(learning_rate=0.5, noise_std=0.1, train_steps=100, steps=10,
     ...                       strong_convexity=0.01, examples=1300, group_size=13,
     ...                       **softmax_constants(feature_clip=1.0))
     >>> round(recipe.gradient_bound, 6), round(recipe.smoothness, 6), recipe.convex
     (1.414214, 0.5, True)
     """
-    check_feature_clip(feature_clip)
+    check_value("positive", "feature_clip", feature_clip)
     return {
         "gradient_bound": math.sqrt(2.0) * feature_clip * (1 + 4e-16),
         "smoothness": feature_clip**2 / 2 * (1 + 4e-16),
@@ -203,6 +207,7 @@ def softmax_constants(feature_clip: float) -> dict[str, Any]:
 def find_disagreements(recipe: DescentRecipe, problem: Problem, size: int) -> list[str]:
     """Where a recipe claims better constants than its problem has; nothing to say of stated ones.
 
+    >>> from expunge import NoisyDescent
     >>> recipe = NoisyDescent(learning_rate=0.5, noise_std=0.1, train_steps=100, steps=10,
     ...                       strong_convexity=0.01, examples=1300, group_size=13,
     ...                       gradient_bound=1.0, smoothness=0.5)
@@ -273,19 +278,18 @@ def choose_descent_precision(recipe: DescentRecipe, problem: Problem, size: int)
     sigma, steps = recipe.noise_std, recipe.train_steps + recipe.steps
     if sigma == 0:
         return Precision(0.0, 0.0)
-    smallest = math.frexp(sigma)[1] - 1
+    smallest = _exponent(sigma)
     G, m = recipe.gradient_bound, recipe.strong_convexity
     reached = min(G / m if m > 0 else math.inf, recipe.learning_rate * G * steps)
     room = math.frexp(2 * reached / LARGEST_CELL)[1] if reached > 0 else _SMALLEST_EXPONENT
-    exponent = smallest + COARSEST
-    floor = min(max(smallest + FINEST, room, _SMALLEST_EXPONENT), exponent)
-    while exponent > floor:
-        grid = math.ldexp(1.0, exponent)
-        if _is_cheap(recipe, bound_descent_rounding(recipe, problem, grid, size)):
-            break
-        exponent -= 1
-    grid = math.ldexp(1.0, exponent)
-    rounding = bound_descent_rounding(recipe, problem, grid, size)
+    coarsest = smallest + COARSEST
+    floor = min(max(smallest + FINEST, room, _SMALLEST_EXPONENT), coarsest)
+
+    def bound(grid: float) -> float:
+        return bound_descent_rounding(recipe, problem, grid, size)
+
+    grid = _search_grid(recipe, coarsest, floor, bound)
+    rounding = bound(grid)
     if not math.isfinite(rounding):
         raise InputError.of("noise_std", sigma, "small enough that float64 still has digits left")
     return Precision(grid, rounding)

@@ -1,8 +1,8 @@
 """One pure function per theorem: from a recipe and its execution to μ, or to log δ at ε.
 
 Two inequalities carry them all, for general steps: contraction with noise (THEORY section 3:
-``iterate``, ``iterate_constant``, ``minorant_mu`` give μ) and bounded steps with noise (section 4:
-``mix`` gives δ at a fixed ε). ``starts`` is the distance of the two starts in units of the start's
+``iterate`` and ``minorant_mu`` give μ) and bounded steps with noise (section 4: ``mix`` gives δ at
+a fixed ε). ``starts`` is the distance of the two starts in units of the start's
 radius: 2 against the retrained model, 1 against the centre. ``rounding`` is what finite precision
 adds to the distance of two points in each step that does not end in a projection; a projection
 rounds towards the centre and adds nothing (``expunge.accounting.precision``). Every number is
@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expunge.accounting import gaussian
-from expunge.errors import InputError
 from expunge.recipes import (
     ConvexHeadRecipe,
+    DescentRecipe,
     GradientClipping,
     GroupDPSGD,
     ModelClipping,
     NoisyDescent,
     RewindToDelete,
+    list_restarts,
     schedule,
 )
 
 Array = npt.NDArray[np.float64]
-MAX_MINORANT = 10**7
 HUGE = 1e150
 SMALLEST = 1e-300  # what a positive number too small for a float is rounded up to
 ENOUGH = -5000.0  # log δ below which more steps are not worth counting: stopping early is sound
@@ -83,82 +84,17 @@ def iterate(decay: Array, s: Array, sigma: Array, D: float, sigma_0: float = 0.0
             P = np.cumprod(1 - decay[start:stop])
             w = W + np.cumsum(shift[start:stop] / P)
             v = V + np.cumsum(np.square(noise[start:stop] / P))
-            noisy = v > SMALLEST
-            best = min(best, float(np.min(w[noisy] / np.sqrt(v[noisy]), initial=math.inf)))
+            noisy = np.flatnonzero(v > SMALLEST)
+            up = 1 + _accumulated_error(start + 1 + noisy)
+            found = np.min(w[noisy] / np.sqrt(v[noisy]) * up, initial=math.inf)
+            best = min(best, max(float(found), SMALLEST))
             W, V = max(float(P[-1] * w[-1]), SMALLEST), float(P[-1] * P[-1] * v[-1])
             start = stop
-    return max(best * (1 + _accumulated_error(len(s))), SMALLEST)
+    return best
 
 
-def iterate_constant(
-    decay: float, s: float, sigma: float, steps: int, D: float, sigma_0: float = 0.0
-) -> float:
-    """``iterate`` for constant steps, in closed form whatever their number.
-
-    With x = ρ^-τ, S = s/(1-ρ) and A = σ²/(1-ρ²), W = D - S + S x and V = σ0² - A + A x². Then
-    W²/V has one critical point, x = (1 - σ0²/A)/(1 - D/S), a minimum if σ0²/A < D/S < 1; so the
-    best prefix is next to it or at an end.
-
-    >>> round(iterate_constant(0.0, 0.5, 1.0, 100, 2.0), 12)  # best prefix: τ = D/s = 4
-    2.0
-    """
-    if D == 0:
-        return 0.0
-    at_start = ratio(D, sigma_0)
-    if sigma == 0 or steps == 0:
-        return at_start
-    # In units of σ; a shift is rounded up, start noise beyond 1e150 is not counted.
-    D, s = max(D / sigma, SMALLEST), max(s / sigma, SMALLEST) if s > 0 else 0.0
-    sigma_0 = min(sigma_0 / sigma, 1e150)
-    if math.isinf(D) or math.isinf(s):
-        return at_start
-    log_rho = math.log1p(-decay)
-    best = float(steps)
-    if s > 0 and decay == 0:
-        best = D / s - 2 * sigma_0**2
-    elif s > 0 and D / s * decay < 1:
-        a, b = D / s * decay, sigma_0**2 * decay * (2 - decay)
-        best = (math.log1p(-b) - math.log1p(-a)) / -log_rho if b < a else 0.0
-    near = math.floor(min(max(best, 0.0), float(steps)))
-    candidates = {min(max(tau, 1), steps) for tau in (near, near + 1, steps)}
-    return min(
-        at_start,
-        *(_prefix_constant(log_rho, decay, s, tau, D, sigma_0) for tau in candidates),
-    )
-
-
-def _prefix_constant(
-    log_rho: float, decay: float, s: float, tau: int, D: float, sigma_0: float
-) -> float:
-    """W/√V after τ ≥ 1 constant steps, in the units of the last step and of its noise."""
-    p = math.exp(tau * log_rho)
-    total = -math.expm1(tau * log_rho) / decay if decay > 0 else float(tau)
-    squares = math.expm1(2 * tau * log_rho) / math.expm1(2 * log_rho) if decay > 0 else float(tau)
-    W = max(p * D + s * total, SMALLEST)
-    error = 1e-13 + 1e-15 * min(-tau * log_rho, 750.0)
-    return max(W / math.hypot(p * sigma_0, math.sqrt(squares)) * (1 + error), SMALLEST)
-
-
-def descend_constant(
-    c: float, s: float, late: float, sigma: float, train_steps: int, steps: int
-) -> float:
-    """μ of T constant steps (c, s), then K steps (c, late ≤ s), from equal starts; c < 1.
-
-    With c < 1 the slopes ΔW/ΔV fall from step to step, so the minorant is one straight line:
-    W = s c^K Σ_{j<T} c^j + late Σ_{j<K} c^j,  V = σ² Σ_{j<T+K} c^{2j}.
-
-    >>> round(descend_constant(0.5, 1.0, 0.0, 1.0, 1, 1), 10)  # (1/2) / sqrt(1 + 1/4)
-    0.4472135955
-    """
-    log_c, total = math.log(c), train_steps + steps
-    trained = math.exp(steps * log_c) * -math.expm1(train_steps * log_c) / (1 - c)
-    W = max(s * trained, SMALLEST) + late * -math.expm1(steps * log_c) / (1 - c)
-    squares = math.expm1(2 * total * log_c) / math.expm1(2 * log_c)
-    return max(ratio(W, sigma) / math.sqrt(squares) * (1 + 2e-12), SMALLEST)
-
-
-def _accumulated_error(steps: int) -> float:
-    """Relative rounding error of the cumulative sums, so that μ is never below the truth."""
+def _accumulated_error(steps: Any) -> Any:
+    """Relative rounding error of sums over so many steps, so that μ is never below the truth."""
     return 1e-13 + 5e-16 * steps
 
 
@@ -216,18 +152,8 @@ def mix(log_start: float, epsilon: float, ratios: Array) -> float:
             break
         x = log_expm1 - log_value
         inner = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-        log_value += _log_theta(inner, r)
+        log_value += float(gaussian.log_delta(inner, r))
     return log_value
-
-
-def _log_theta(epsilon: float, mu: float) -> float:
-    """gaussian.log_delta for one pair; directly where θ is near 1, which is where runs are long."""
-    if mu > 2 and 4 * epsilon < mu * mu and epsilon < 700:
-        u, h = epsilon / mu, mu / 2
-        bracket = 0.5 * math.erfc((h - u) * math.sqrt(0.5))
-        bracket += 0.5 * math.exp(epsilon) * math.erfc((h + u) * math.sqrt(0.5))
-        return math.log1p(-bracket * (1 - 1e-12))
-    return float(gaussian.log_delta(epsilon, mu))
 
 
 def round_group(recipe: GroupDPSGD, rounding: float) -> GroupDPSGD:
@@ -246,15 +172,7 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
     T, R, C1 = recipe.steps, recipe.model_clip, recipe.grad_clip
     if D == 0:
         return 0.0  # the two runs have the same start and the same steps
-    if isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float):
-        gamma, sigma = recipe.learning_rate, recipe.noise_std
-        s = math.nextafter(2 * gamma * C1, math.inf) if gamma > 0 and C1 > 0 else 0.0
-        s = math.inf if math.isinf(C1) else s + rounding
-        decay = math.nextafter(gamma * recipe.weight_decay, 0.0)
-        best = iterate_constant(decay, s, sigma, T, D, recipe.start_noise_std)
-        if R is None:
-            return best
-        return min(best, iterate_constant(decay, s, sigma, T - 1, 2 * R, sigma))
+    equal = isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float)
     gamma, sigma = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
     with np.errstate(invalid="ignore", over="ignore", under="ignore"):
         s = np.where((gamma > 0) & (C1 > 0), np.nextafter(2 * gamma * C1, math.inf), 0.0)
@@ -262,22 +180,13 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
         decay = np.nextafter(gamma * recipe.weight_decay, 0.0)
     best = iterate(decay, s, sigma, D, recipe.start_noise_std)
     if R is not None:
-        for t in _restarts(T):
+        for t in [0] if equal else list_restarts(T)[::-1]:  # of equal steps, the more the better
             rest = slice(t + 1, None)
             best = min(best, iterate(decay[rest], s[rest], sigma[rest], 2 * R, float(sigma[t])))
     return best
 
 
-def _restarts(steps: int) -> list[int]:
-    """Steps at which the argument may restart: all of them up to 1,024, then evenly spaced ones.
-
-    Each restart gives a valid bound, so leaving some out is sound; fewer the longer each takes.
-    """
-    count = min(steps, 1024, max(8, 10_000_000 // steps))
-    return sorted({int(t) for t in np.linspace(0, steps - 1, count)}, reverse=True)
-
-
-def bound_expansion(recipe: NoisyDescent | RewindToDelete) -> tuple[float, float]:
+def bound_expansion(recipe: DescentRecipe) -> tuple[float, float]:
     """(c, ηΔ): one full-batch step's expansion, and its shift when k of n examples go.
 
     Both rounded up: c by two units of the largest number in it, ηΔ never to 0.
@@ -299,12 +208,6 @@ def descend_with_noise(recipe: NoisyDescent, rounding: float) -> float:
         return 0.0  # the forgotten examples never moved anything
     if sigma == 0 or c > HUGE:
         return math.inf
-    if c < 1:
-        return descend_constant(c, shift + rounding, rounding, sigma, T, K)
-    if T + K > MAX_MINORANT:
-        raise InputError.of(
-            "train_steps + steps", T + K, f"at most {MAX_MINORANT} where a step is no contraction"
-        )
     s = np.concatenate([np.full(T, shift), np.zeros(K)]) + rounding
     return minorant_mu(np.full(T + K, c), s, np.full(T + K, sigma), 0.0)
 
@@ -344,27 +247,17 @@ def clip_models(recipe: ModelClipping, epsilon: float, starts: float) -> float:
     """log δ_T of  ε̃_t = log(1 + (e^ε - 1)/δ_t),  δ_{t+1} = δ_t θ_{ε̃_t}(2 C2/σ_t).
 
     δ_0 = 1, or θ_ε(D/σ0) after initial noise. Compared to the centre the first step may instead
-    be compared with the centre plus that step's noise: a distance of C2, not 2 C2. Beyond 2^20
-    constant steps the rest is not counted, which is sound: it is post-processing.
+    be compared with the centre plus that step's noise: a distance of C2, not 2 C2.
     """
     C2 = recipe.model_clip
     start = 0.0
     if recipe.start_clip is not None:
         D = starts * recipe.start_clip
         start = float(gaussian.log_delta(epsilon, ratio(D, recipe.start_noise_std)))
-    counted = recipe.steps if isinstance(recipe.noise_std, tuple) else min(recipe.steps, 2**20)
-    sigma = schedule(recipe.noise_std, counted)
-    ratios = _ratios(2 * C2, sigma)
+    sigma = schedule(recipe.noise_std, recipe.steps)
+    ratios = np.array([ratio(2 * C2, noise) for noise in sigma.tolist()])
     value = mix(start, epsilon, ratios)
     if starts == 1:
         first = ratio(C2, float(sigma[0]))
         value = min(value, mix(float(gaussian.log_delta(epsilon, first)), epsilon, ratios[1:]))
     return value
-
-
-def _ratios(distance: float, sigma: Array) -> Array:
-    """``ratio`` for every step."""
-    if distance == 0:
-        return np.zeros_like(sigma)
-    with np.errstate(divide="ignore", over="ignore", under="ignore"):
-        return np.maximum(distance / sigma * (1 + 4e-16), SMALLEST)

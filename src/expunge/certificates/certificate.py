@@ -22,20 +22,26 @@ from expunge.accounting.guarantee import MAX_EPSILON, check_delta, guarantee, lo
 from expunge.certificates.consistency import find_contradictions, summarise_schedule
 from expunge.certificates.identifiers import Commitment
 from expunge.certificates.record import RunRecord, encode
-from expunge.certificates.schema import SCHEMA_VERSION, CertificateWire, find_misplaced
+from expunge.certificates.schema import (
+    SCHEMA_VERSION,
+    CertificateWire,
+    find_misplaced,
+    keep_version_1,
+)
 from expunge.certificates.signing import sign_bytes
 from expunge.certificates.wording import (
     allows_release,
     derive_scope,
     find_unchecked,
     find_warnings,
+    list_facts,
     read_recipe,
     write_model_card,
     write_statement,
 )
 from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.files import read_limited, write_atomic
-from expunge.recipes import Bound, ComparedTo, Execution, GroupDPSGD, Guarantee, Problem, Recipe
+from expunge.recipes import ComparedTo, Execution, GroupDPSGD, Guarantee, Problem, Recipe
 
 MAX_BYTES = 100_000_000
 _BLANK = "0" * 64
@@ -107,16 +113,7 @@ class Certificate(CertificateWire):
 
     def safetensors_metadata(self) -> dict[str, str]:
         """What the weights file repeats, so that file and certificate name each other."""
-        facts = {
-            "schema_version": self.schema_version,
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "compared_to": self.compared_to,
-            "method": self.recipe.method,
-            "releasable": self.releasable,
-            "weights": self.weights.after,
-            "certificate": self.digest,
-        }
+        facts = {"schema_version": self.schema_version} | list_facts(self)
         plain = {
             f"expunge.{key}": value if isinstance(value, str) else rfc8785.dumps(value).decode()
             for key, value in facts.items()
@@ -255,9 +252,8 @@ def derive(
             f"this run certifies nothing at delta = {delta}: epsilon is {max(bounds):g}, "
             f"and above {MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
         )
-    plain = _describe_run(record, parent) | _describe_guarantee(record, execution, found, ideal)
-    if version > 1:
-        _describe_checks(plain, record)
+    plain = _describe_run(record, parent, version)
+    plain |= _describe_guarantee(record, execution, found, ideal)
     return _complete(plain, version, accept_unchecked)
 
 
@@ -296,20 +292,10 @@ def check_link(child: Certificate, parent: Certificate) -> list[str]:
 def _describe_guarantee(
     record: RunRecord, execution: Execution, found: Guarantee, ideal: Guarantee
 ) -> dict[str, Any]:
-    def bound(value: Bound | None) -> dict[str, Any] | None:
-        return None if value is None else asdict(value)
-
     survival = found.survival_bound
     if survival is None:  # no old model to start from: the run without the forget set stands in
         survival = min(math.exp(log_delta(record.recipe, 0.0, execution=execution)), 1.0)
-    return {
-        "epsilon": found.epsilon,
-        "delta": found.delta,
-        "mu": found.mu,
-        "compared_to": found.compared_to,
-        "theorem": found.theorem,
-        "retrained": bound(found.retrained),
-        "centre": bound(found.centre),
+    return asdict(found) | {
         "survival_bound": survival,
         "finite_precision": {
             "grid": record.grid,
@@ -322,12 +308,11 @@ def _describe_guarantee(
     }
 
 
-def _describe_run(record: RunRecord, parent: str | None) -> dict[str, Any]:
+def _describe_run(record: RunRecord, parent: str | None, version: int) -> dict[str, Any]:
     """What may be published: nothing here is a function of the old model that no noise covers."""
-    finetune = None if record.finetune is None else asdict(record.finetune)
-    if finetune is not None and record.finetune is not None:
-        finetune["data"] = _publish(record.finetune.data)
-        del finetune["checked"]
+    finetune = record.finetune
+    # Sizes of Poisson samples tell who was in them; version 1 told them.
+    told = version == 1 or not isinstance(record.recipe, GroupDPSGD)
     return {
         "recipe": encode(recipes.to_dict(record.recipe)),
         "schedule": describe_schedule(record.recipe),
@@ -347,11 +332,17 @@ def _describe_run(record: RunRecord, parent: str | None) -> dict[str, Any]:
             "centre": record.centre,
             "frozen": record.frozen,
             "frozen_names": list(record.frozen_names),
+            "public": None if record.public is None else asdict(record.public),
         },
-        "data": {"forget": _publish(record.forget), "retain": _publish(record.retain)},
+        "data": {
+            "forget": _publish(record.forget),
+            "retain": _publish(record.retain),
+            "checked": record.checked,
+        },
         "buffers": {"policy": record.buffers, "names": list(record.buffer_names)},
-        "finetune": finetune,
-        "gradient_evaluations": record.gradient_evaluations,
+        "finetune": finetune and asdict(finetune) | {"data": _publish(finetune.data)},
+        "statistics": None if record.statistics is None else asdict(record.statistics),
+        "gradient_evaluations": record.gradient_evaluations if told else None,
         "resumed": record.resumed,
         "device": record.device,
         "dtype": record.dtype,
@@ -373,37 +364,17 @@ def describe_schedule(recipe: Recipe) -> list[dict[str, float]]:
 def _publish(commitment: Commitment | None) -> dict[str, Any] | None:
     if commitment is None:
         return None
-    return {name: getattr(commitment, name) for name in ("algorithm", "root", "count")}
-
-
-def _describe_checks(plain: dict[str, Any], record: RunRecord) -> None:
-    """Add what version 2 says beyond version 1, and take out what depends on the forget set."""
-    sets = [(plain["data"]["forget"], record.forget), (plain["data"]["retain"], record.retain)]
-    if record.finetune is not None:
-        plain["finetune"]["checked"] = record.finetune.checked
-        sets.append((plain["finetune"]["data"], record.finetune.data))
-    for published, commitment in sets:
-        if commitment is not None:
-            published["samples"] = commitment.samples
-    plain["data"]["checked"] = record.checked
-    plain["weights"]["public"] = None if record.public is None else asdict(record.public)
-    plain["statistics"] = None if record.statistics is None else asdict(record.statistics)
-    if isinstance(record.recipe, GroupDPSGD):  # sizes of Poisson samples tell who was in them
-        plain["gradient_evaluations"] = None
+    return {name: value for name, value in asdict(commitment).items() if name != "salt"}
 
 
 def _complete(plain: dict[str, Any], version: int, accept_unchecked: bool) -> Certificate:
     """Add what follows from the rest: scope, warnings, digest."""
     empty = {"covered": [], "not_covered": [], "assumptions": [], "void_if": []}
-    accepted = {"accepted_unchecked": accept_unchecked} if version > 1 else {}
-    draft = parse(
-        rfc8785.dumps(
-            plain
-            | {"schema_version": version, "releasable": False, "warnings": []}
-            | {"scope": empty, "digest": _BLANK, "signature": None}
-            | accepted
-        )
-    )
+    plain |= {"schema_version": version, "releasable": False, "warnings": [], "scope": empty}
+    plain |= {"digest": _BLANK, "signature": None, "accepted_unchecked": accept_unchecked}
+    if version == 1:
+        plain = keep_version_1(CertificateWire.model_validate_json(rfc8785.dumps(plain)))
+    draft = parse(rfc8785.dumps(plain))
     if accept_unchecked and not find_unchecked(draft):
         draft = draft.model_copy(update={"accepted_unchecked": False})
     warnings = find_warnings(draft)

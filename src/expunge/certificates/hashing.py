@@ -15,11 +15,12 @@ are those of safetensors (F32, BF16, …).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,18 +38,24 @@ DTYPES: Mapping[str, int] = {
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
+INDEX = "model.safetensors.index.json"
+MOST_BYTES = 5_000_000_000
+_MAX_INDEX = 100_000_000
 _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a file; ``offset`` is counted from the end of the header."""
+    """One tensor of a file, but its data; ``offset`` is counted from the end of the header."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    offset: int
-    length: int
+    offset: int = 0
+
+    @property
+    def length(self) -> int:
+        return tensor_bytes(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -58,10 +65,6 @@ class Layout:
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str] | None
     header: bytes
-
-    @property
-    def data_start(self) -> int:
-        return 8 + len(self.header)
 
 
 def hash_leaf(name: str, dtype: str, shape: Sequence[int], data: Iterable[Buffer]) -> bytes:
@@ -120,28 +123,43 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     return DTYPES[dtype] * math.prod(int(n) for n in shape)
 
 
-def hash_safetensors(path: str | Path) -> str:
-    """``hash_tensors`` of a safetensors file, streamed; a malformed file is refused.
+def hash_weights(path: str | Path) -> tuple[str, dict[str, Layout]]:
+    """The hash of a safetensors file, or of all files of an index, and their layouts by file name.
+
+    Files are streamed, malformed ones refused. Every tensor must be in the file that the index
+    names, once, and nothing else may be there.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     write_safetensors(Path(folder, "m"), {"w": ("F32", (1, 2), bytes(8))})
-    ...     hash_safetensors(Path(folder, "m")) == hash_tensors([("w", "F32", (1, 2), bytes(8))])
+    ...     found, _ = hash_weights(Path(folder, "m"))
+    >>> found == hash_tensors([("w", "F32", (1, 2), bytes(8))])
     True
     """
-    return hash_file(path)[0]
+    path = Path(path)
+    if not path.name.endswith(".index.json"):
+        leaves, layout = _hash_file(path)
+        return combine_leaves(leaves), {path.name: layout}
+    raw = read_limited(path, _MAX_INDEX, "weights index")
+    places = _read_places(raw, path)
+    layouts: dict[str, Layout] = {}
+    leaves: list[bytes] = []
+    for name in sorted(set(places.values())):
+        if not name or Path(name).name != name:
+            raise CertificateError(f"weights index {path} names {name!r}, a file elsewhere")
+        found, layouts[name] = _hash_file(path.with_name(name))
+        leaves += found
+    listed = sorted((e.name, file) for file, layout in layouts.items() for e in layout.entries)
+    if listed != sorted(places.items()):
+        raise CertificateError(f"weights index {path} does not list what its files hold")
+    if raw != serialise_index({name: layout.entries for name, layout in layouts.items()}):
+        raise CertificateError(f"weights index {path} is not in canonical form")
+    return combine_leaves(leaves), layouts
 
 
-def hash_file(path: str | Path) -> tuple[str, Layout]:
-    """The hash of a safetensors file, and its layout, read in one pass."""
-    leaves, layout = hash_leaves(path)
-    return combine_leaves(leaves), layout
-
-
-def hash_leaves(path: str | Path) -> tuple[list[bytes], Layout]:
-    """The leaves of a safetensors file, which may be one of several, and its layout."""
+def _hash_file(path: Path) -> tuple[list[bytes], Layout]:
     with open_regular(path, "weights") as file:
-        layout = read_layout(file, path)
+        layout = _read_layout(file, path)
         leaves = [
             hash_leaf(e.name, e.dtype, e.shape, _chunks(file, e.length, path))
             for e in layout.entries
@@ -149,7 +167,7 @@ def hash_leaves(path: str | Path) -> tuple[list[bytes], Layout]:
     return leaves, layout
 
 
-def read_layout(file: BufferedReader, path: str | Path) -> Layout:
+def _read_layout(file: BufferedReader, path: str | Path) -> Layout:
     """Parse and check a safetensors header: every byte of the file must belong to one tensor."""
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
@@ -175,7 +193,7 @@ def read_layout(file: BufferedReader, path: str | Path) -> Layout:
 def serialise_header(entries: Iterable[Entry], metadata: Mapping[str, str] | None) -> bytes:
     """The one way we write a header: compact JSON, metadata first and sorted, padded to 8 bytes.
 
-    >>> serialise_header([Entry("w", "F32", (2,), 0, 8)], None)
+    >>> serialise_header([Entry("w", "F32", (2,))], None)
     b'{"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}  '
     """
     plain: dict[str, Any] = {}
@@ -206,13 +224,25 @@ def write_safetensors(
             raise InputError.of("tensor name", name, "another name: this one is reserved")
         if length != expected:
             raise InputError.of(f"bytes of {name}", length, f"{expected} for {dtype} {list(shape)}")
-    described = (Described(n, d, tuple(map(int, s))) for n, (d, s, _) in tensors.items())
-    entries = _lay_out(_order(described))
+    entries = _order(Entry(n, d, tuple(map(int, s))) for n, (d, s, _) in tensors.items())
+    _write_file(Path(path), entries, lambda entry: [tensors[entry.name][2]], metadata)
+
+
+def _write_file(
+    path: Path,
+    tensors: Sequence[Entry],
+    read: Callable[[Entry], Iterable[Buffer]],
+    metadata: Mapping[str, str] | None,
+) -> tuple[Entry, ...]:
+    """Write the tensors one after the other, without gaps; returns where they are."""
+    offsets = itertools.accumulate((tensor.length for tensor in tensors), initial=0)
+    entries = tuple(replace(t, offset=at) for t, at in zip(tensors, offsets, strict=False))
     header = serialise_header(entries, metadata)
     if len(header) > MAX_HEADER_BYTES:
         raise InputError.of("header size", len(header), f"at most {MAX_HEADER_BYTES} bytes")
-    front = len(header).to_bytes(8, "little") + header
-    write_atomic(path, (front, *(_flat(tensors[entry.name][2]) for entry in entries)))
+    data = (_flat(part) for entry in entries for part in read(entry))
+    write_atomic(path, itertools.chain((len(header).to_bytes(8, "little"), header), data))
+    return entries
 
 
 def _flat(data: Buffer) -> memoryview:
@@ -265,44 +295,26 @@ def _parse_entry(name: str, info: object, path: str | Path) -> Entry:
             if whole and dtype in DTYPES and len(cast(dict[str, object], info)) == 3:
                 dimensions = tuple(cast(list[int], sizes))
                 if tensor_bytes(dtype, dimensions) == end - start:
-                    return Entry(name, dtype, dimensions, start, end - start)
+                    return Entry(name, dtype, dimensions, start)
         case _:
             pass
     raise CertificateError(f"weights {path} describe {name!r} in a way that cannot be read")
 
 
-INDEX = "model.safetensors.index.json"
-MOST_BYTES = 5_000_000_000
-_MAX_INDEX = 100_000_000
-
-
-@dataclass(frozen=True)
-class Described:
-    """A tensor that is to be written: all but its data."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def length(self) -> int:
-        return tensor_bytes(self.dtype, self.shape)
-
-
 def plan_files(
-    tensors: Sequence[Described], least: int, most_bytes: int = MOST_BYTES
-) -> list[list[Described]]:
+    tensors: Sequence[Entry], least: int, most_bytes: int = MOST_BYTES
+) -> list[list[Entry]]:
     """The tensors of each file: about equal, ``least`` files or more, none beyond ``most_bytes``
     unless one tensor is.
 
-    >>> some = [Described(name, "F32", (10,)) for name in "abc"]
+    >>> some = [Entry(name, "F32", (10,)) for name in "abc"]
     >>> [[tensor.name for tensor in file] for file in plan_files(some, 2)]
     [['a', 'b'], ['c']]
     """
     total = sum(tensor.length for tensor in tensors)
     count = min(max(least, -(-total // most_bytes), 1), max(len(tensors), 1))
     limit = max(-(-total // count), 1)
-    files: list[list[Described]] = [[]]
+    files: list[list[Entry]] = [[]]
     held = 0
     for tensor in sorted(tensors, key=lambda tensor: tensor.name):
         if files[-1] and held + tensor.length / 2 > limit and len(files) < count:
@@ -315,63 +327,28 @@ def plan_files(
 
 def write_files(
     folder: Path,
-    files: Sequence[Sequence[Described]],
-    read: Callable[[Described], Iterable[Buffer]],
+    files: Sequence[Sequence[Entry]],
+    read: Callable[[Entry], Iterable[Buffer]],
     metadata: Mapping[str, str] | None,
 ) -> None:
     """Write the planned files, one tensor at a time as ``read`` gives it, then the index."""
     layouts: dict[str, tuple[Entry, ...]] = {}
     for number, tensors in enumerate(files, 1):
-        name = name_file(number, len(files))
-        entries = _lay_out(tensors)
-        header = serialise_header(entries, metadata)
-        front = len(header).to_bytes(8, "little") + header
-        write_atomic(folder / name, _stream(front, tensors, read))
-        layouts[name] = tuple(entries)
+        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        layouts[name] = _write_file(folder / name, tensors, read, metadata)
     write_atomic(folder / INDEX, serialise_index(layouts))
-
-
-def name_file(number: int, count: int) -> str:
-    """The name of one of the files.
-
-    >>> name_file(2, 3)
-    'model-00002-of-00003.safetensors'
-    """
-    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def serialise_index(layouts: Mapping[str, Sequence[Entry]]) -> bytes:
     """The one way we write an index: the total size, and the file of every tensor, by name.
 
-    >>> json.loads(serialise_index({"a": [Entry("w", "F32", (2,), 0, 8)]}))
+    >>> json.loads(serialise_index({"a": [Entry("w", "F32", (2,))]}))
     {'metadata': {'total_size': 8}, 'weight_map': {'w': 'a'}}
     """
     places = {entry.name: file for file, entries in layouts.items() for entry in entries}
     total = sum(entry.length for entries in layouts.values() for entry in entries)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
     return (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode()
-
-
-def hash_index(path: str | Path) -> tuple[str, dict[str, Layout]]:
-    """The hash of the tensors of all files of an index, and the files' layouts by name.
-
-    Every tensor must be in the file that the index names, once, and nothing else may be there.
-    """
-    raw = read_limited(path, _MAX_INDEX, "weights index")
-    places = _read_places(raw, path)
-    layouts: dict[str, Layout] = {}
-    leaves: list[bytes] = []
-    for name in sorted(set(places.values())):
-        if not name or Path(name).name != name:
-            raise CertificateError(f"weights index {path} names {name!r}, a file elsewhere")
-        found, layouts[name] = hash_leaves(Path(path).with_name(name))
-        leaves += found
-    listed = sorted((e.name, file) for file, layout in layouts.items() for e in layout.entries)
-    if listed != sorted(places.items()):
-        raise CertificateError(f"weights index {path} does not list what its files hold")
-    if raw != serialise_index({name: layout.entries for name, layout in layouts.items()}):
-        raise CertificateError(f"weights index {path} is not in canonical form")
-    return combine_leaves(leaves), layouts
 
 
 def find_weights(certificate: Path) -> Path:
@@ -384,30 +361,10 @@ def find_weights(certificate: Path) -> Path:
     return index if index.exists() and not whole.exists() else whole
 
 
-def _order(tensors: Iterable[Described]) -> list[Described]:
+def _order(tensors: Iterable[Entry]) -> list[Entry]:
     """As safetensors keeps them: widest dtype first, then by name."""
     order = {dtype: -place for place, dtype in enumerate(DTYPES)}
     return sorted(tensors, key=lambda tensor: (order[tensor.dtype], tensor.name))
-
-
-def _lay_out(tensors: Iterable[Described]) -> list[Entry]:
-    """One after the other, without gaps."""
-    entries: list[Entry] = []
-    offset = 0
-    for tensor in tensors:
-        entries.append(Entry(tensor.name, tensor.dtype, tensor.shape, offset, tensor.length))
-        offset += tensor.length
-    return entries
-
-
-def _stream(
-    front: bytes, tensors: Sequence[Described], read: Callable[[Described], Iterable[Buffer]]
-) -> Iterable[bytes | memoryview]:
-    yield front
-    for tensor in tensors:
-        for part in read(tensor):
-            view = memoryview(part)
-            yield view.cast("B") if view.nbytes else b""
 
 
 def _read_places(raw: bytes, path: str | Path) -> dict[str, str]:

@@ -7,11 +7,10 @@ identifier may stand on many samples: sets are of distinct identifiers, samples 
 from __future__ import annotations
 
 import hashlib
-import math
 import secrets
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -47,10 +46,6 @@ class Commitment:
         check_count("count", self.count)
         if self.samples is not None:
             check_count("samples", self.samples)
-
-    def withhold_salt(self) -> Commitment:
-        """The same commitment, as it may be published."""
-        return replace(self, salt=None)
 
 
 def commit(
@@ -98,10 +93,7 @@ def commit_disjoint(
             f"retain_ids holds {min(both)!r}, which is in forget_ids too "
             f"({len(both)} in all); the retained data must not hold what is forgotten"
         )
-    return (
-        None if forget is None else commit(forget),
-        None if retain is None else commit(retain),
-    )
+    return (None if forget is None else commit(forget), None if retain is None else commit(retain))
 
 
 def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
@@ -152,8 +144,3 @@ def check_digest(name: str, value: object) -> None:
 def check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise InputError.of(name, value, "a whole number >= 0")
-
-
-def check_real(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-        raise InputError.of(name, value, "a finite number >= 0")

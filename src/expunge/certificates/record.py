@@ -23,12 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_type_hints
 import rfc8785
 
 from expunge import recipes
-from expunge.certificates.identifiers import (
-    Commitment,
-    check_count,
-    check_digest,
-    check_real,
-)
+from expunge.certificates.identifiers import Commitment, check_count, check_digest
 from expunge.errors import CertificateError, InputError
 from expunge.files import read_limited, write_atomic
 from expunge.recipes import Execution, Problem, Recipe
@@ -98,8 +93,8 @@ class FineTuning:
         for name in ("steps", "batch_size", "gradient_evaluations"):
             check_count(name, getattr(self, name))
         for name in ("epochs", "learning_rate"):
-            check_real(name, getattr(self, name))
-            object.__setattr__(self, name, float(getattr(self, name)))
+            checked = recipes.check_value("nonnegative", name, getattr(self, name))
+            object.__setattr__(self, name, checked)
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class RunRecord:
     def __post_init__(self) -> None:
         for name in ("parameters", "noise_keys", "gradient_evaluations", "resumed"):
             check_count(name, getattr(self, name))
-        check_real("grid", self.grid)
+        recipes.check_value("nonnegative", "grid", self.grid)
         if self.grid > 0 and math.frexp(self.grid)[0] != 0.5:
             raise InputError.of("grid", self.grid, "0 or a power of two")
         for name in ("weights_before", "weights_noisy", "weights_after", "nonce"):
@@ -342,16 +337,11 @@ class Run:
     forgotten: frozenset[str] | None = None
 
 
-def list_versions() -> dict[str, str]:
-    """The versions of what computed a run."""
-    return {"python": platform.python_version()} | dict(_read_versions())
-
-
 @functools.cache
-def _read_versions() -> tuple[tuple[str, str], ...]:
-    """Parsing what is installed takes longer than a small run: once per process is enough."""
+def list_versions() -> dict[str, str]:
+    """The versions of what computed a run; once per process, because reading them takes long."""
     names = ("expunge", "torch", "numpy", "scipy", "cryptography", "mpmath")
-    return tuple((name, version(name)) for name in names)
+    return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
 NO_NOISE = {"source": "none", "generator": None, "releasable": False, "seed": None}

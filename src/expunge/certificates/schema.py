@@ -252,6 +252,17 @@ def find_misplaced(part: Wire, version: int) -> list[str]:
     return found
 
 
+def keep_version_1(part: Wire) -> dict[str, Any]:
+    """Plain data without the fields that came with version 2."""
+    plain = part.model_dump(mode="json")
+    for name, info in type(part).model_fields.items():
+        if isinstance(value := getattr(part, name), Wire):
+            plain[name] = keep_version_1(value)
+        if not info.is_required():
+            del plain[name]
+    return plain
+
+
 def build_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of a certificate.
 

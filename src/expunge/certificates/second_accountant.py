@@ -32,7 +32,6 @@ import functools
 import math
 from collections.abc import Callable
 from decimal import Decimal
-from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -43,6 +42,7 @@ from expunge.errors import InputError
 from expunge.recipes import (
     ComparedTo,
     ConvexHeadRecipe,
+    DescentRecipe,
     ExactStatistics,
     Execution,
     GradientClipping,
@@ -53,6 +53,7 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
+    list_restarts,
     schedule,
 )
 
@@ -61,10 +62,6 @@ Complex = npt.NDArray[np.complex128]
 _DECIMAL = decimal.Context(
     prec=50, Emin=decimal.MIN_EMIN, Emax=decimal.MAX_EMAX, traps=[decimal.InvalidOperation]
 )
-_LONG, _TERMS, _REACH = 64, 24, Decimal(1) / 16
-_SMALL, _TINY, _ENOUGH = Decimal("0.01"), Decimal("1e-45"), Decimal("1e-2000")
-# Model clipping and full-batch descent are recomputed step by step in 50 digits.
-MAX_MIXING_STEPS = 100_000
 _TAIL, _NEGLIGIBLE, _SMALL_LOSS = 17.0, 1e-60, -30.0
 _MOST_TERMS, _TOLERANCE = 2**25, 1e-8
 # An mpmath number; the library has no types.
@@ -97,10 +94,13 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
             return None
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
             square = _divide(mp, (starts * mp.mpf(C0)) ** 2, mp.mpf(sigma) ** 2)
-        case GradientClipping():
-            square = _gradient_clipping(mp, recipe, starts * mp.mpf(recipe.start_clip), execution)
-        case NoisyDescent() | RewindToDelete():
-            square = mp.mpf(str(recompute_descent(recipe, execution.rounding)))
+        case GradientClipping() | NoisyDescent() | RewindToDelete():
+            with decimal.localcontext(_DECIMAL):
+                if isinstance(recipe, GradientClipping):
+                    exact = _gradient_clipping(recipe, starts, execution.rounding)
+                else:
+                    exact = recompute_descent(recipe, execution.rounding)
+            square = mp.inf if exact.is_infinite() else mp.mpf(str(exact))
     return mp.sqrt(square * execution.releases)
 
 
@@ -169,45 +169,25 @@ def _divide(mp: MPContext, top: Number, bottom: Number) -> Number:
     return mp.inf if bottom == 0 or mp.isinf(top) else top / bottom
 
 
-def _gradient_clipping(
-    mp: MPContext, recipe: GradientClipping, D: Number, execution: Execution
-) -> Number:
-    """μ² of one run: the best prefix, and with projections the best restart too."""
+def _gradient_clipping(recipe: GradientClipping, starts: int, rounding: float) -> Decimal:
+    """μ² of one run: the best prefix, and with projections the best restart too.
+
+    s_t = 2 γ_t C1 + rounding; without a clip there is no bound, whatever γ_t is.
+    """
+    T, R, D = recipe.steps, recipe.model_clip, starts * Decimal(recipe.start_clip)
     if D == 0:
-        return mp.mpf(0)
-    T, R = recipe.steps, recipe.model_clip
-    rounding, decay = mp.mpf(execution.rounding), mp.mpf(recipe.weight_decay)
-    clip, start = mp.mpf(recipe.grad_clip), mp.mpf(recipe.start_noise_std) ** 2
-    if isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float):
-        rate, variance = mp.mpf(recipe.learning_rate), mp.mpf(recipe.noise_std) ** 2
-        steps = (rate * decay, _shift(mp, rate, clip, rounding), variance)
-        best = _best_constant(mp, *steps, T, D, start)
-        if R is not None and T > 1:
-            best = min(best, _best_constant(mp, *steps, T - 1, 2 * mp.mpf(R), variance))
-        elif R is not None:
-            best = min(best, _divide(mp, (2 * mp.mpf(R)) ** 2, variance))
-        return best
-    with decimal.localcontext(_DECIMAL):
-        return mp.mpf(str(_scheduled(recipe, Decimal(str(D)), Decimal(execution.rounding))))
-
-
-def _shift(mp: MPContext, rate: Number, clip: Number, rounding: Number) -> Number:
-    """s_t = 2 γ_t C1 + rounding; without a clip there is no bound, whatever γ_t is."""
-    return mp.inf if mp.isinf(clip) else 2 * rate * clip + rounding
-
-
-def _scheduled(recipe: GradientClipping, D: Decimal, rounding: Decimal) -> Decimal:
-    """μ² when the steps differ, in 50-digit decimals: fast enough for long runs."""
-    T, R = recipe.steps, recipe.model_clip
+        return D
     rates, sigmas = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
     decay, clip = Decimal(recipe.weight_decay), Decimal(recipe.grad_clip)
+    extra = Decimal(rounding)
     rho = [1 - Decimal(rate) * decay for rate in rates.tolist()]
-    s = [clip if clip.is_infinite() else 2 * Decimal(r) * clip + rounding for r in rates.tolist()]
+    s = [clip if clip.is_infinite() else 2 * Decimal(r) * clip + extra for r in rates.tolist()]
     variances = [Decimal(sigma) ** 2 for sigma in sigmas.tolist()]
     best = _best_prefix(rho, s, variances, D, Decimal(recipe.start_noise_std) ** 2)
     if R is not None and math.isfinite(R):
+        equal = isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float)
         floats = (np.array([float(x) for x in column]) for column in (rho, s, variances))
-        first, last = _find_restart(*floats, R=R)
+        first, last = (0, T - 1) if equal else _find_restart(*floats, R=R)
         rest = slice(first + 1, last + 1)
         again = (rho[rest], s[rest], variances[rest], 2 * Decimal(R), variances[first])
         best = min(best, _best_prefix(*again))
@@ -229,47 +209,13 @@ def _best_prefix(
     return best
 
 
-def _best_constant(
-    mp: MPContext, decay: Number, s: Number, variance: Number, T: int, D: Number, start: Number
-) -> Number:
-    """``_best_prefix`` for equal steps: W²/V has one turning point in τ, found by halving."""
-    if mp.isinf(D) or mp.isinf(s):
-        return _divide(mp, D * D, start)
-    log_rho = mp.log1p(-decay)
-
-    def value(tau: int) -> Number:
-        p, q = mp.exp(tau * log_rho), mp.exp(2 * tau * log_rho)
-        sums, squares = mp.mpf(tau), mp.mpf(tau)
-        if decay > 0:
-            sums = -mp.expm1(tau * log_rho) / decay
-            squares = mp.expm1(2 * tau * log_rho) / mp.expm1(2 * log_rho)
-        return _divide(mp, (p * D + s * sums) ** 2, q * start + variance * squares)
-
-    low, high = 0, T
-    while high - low > 1:
-        middle = (low + high) // 2
-        falls = value(middle) < value(middle - 1)
-        low, high = (middle, high) if falls else (low, middle)
-    return min(value(tau) for tau in {0, low, high, T})
-
-
-def list_restarts(steps: int) -> npt.NDArray[np.int64]:
-    """Where the argument may restart: part of the format, so that two computations can agree.
-
-    >>> list_restarts(5).tolist()
-    [0, 1, 2, 3, 4]
-    """
-    count = min(steps, 1024, max(8, 10_000_000 // steps))
-    return np.unique(np.linspace(0, steps - 1, count).astype(np.int64))
-
-
 def _find_restart(rho: Array, s: Array, variances: Array, *, R: float) -> tuple[int, int]:
     """The (restart, end) with the least W²/V, searched in floats over the allowed restarts.
 
     Every pair gives a valid bound, so an error of the search can only make the result larger.
     """
     T = len(rho)
-    restarts = list_restarts(T)
+    restarts = np.array(list_restarts(T))
     W, V = np.full(len(restarts), 2 * R), np.zeros(len(restarts))
     best, found, active = math.inf, (T - 1, T - 1), 0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -292,8 +238,6 @@ def _model_clipping(
     mp: MPContext, recipe: ModelClipping, epsilon: Number, compared_to: ComparedTo
 ) -> Number:
     """δ_T of one run at ε: the recursion, and against the centre also from its first step."""
-    if recipe.steps > MAX_MIXING_STEPS:
-        raise InputError.of("steps", recipe.steps, f"at most {MAX_MIXING_STEPS} to be recomputed")
     C2, sigmas = mp.mpf(recipe.model_clip), schedule(recipe.noise_std, recipe.steps).tolist()
     ratios = [_divide(mp, 2 * C2, mp.mpf(sigma)) for sigma in sigmas]
     start = mp.mpf(1)
@@ -309,73 +253,16 @@ def _model_clipping(
 
 def _mix(mp: MPContext, delta: Number, epsilon: Number, ratios: list[Number]) -> Number:
     expm1 = mp.expm1(epsilon)
-    for r, run in groupby(ratios):
-        steps = sum(1 for _ in run)
+    for r in ratios:
         if delta == 0 or r == 0:
             return mp.mpf(0)
-        if steps >= _LONG and 1 <= r < mp.inf:
-            with decimal.localcontext(_DECIMAL):
-                delta = mp.mpf(str(_mix_long(mp, delta, expm1, r, steps)))
-            continue
-        for _ in range(steps):
-            if delta < mp.mpf(10) ** -2000:
-                return delta  # more steps only make it smaller
-            delta *= theta(mp, mp.log1p(expm1 / delta), r)
+        if delta < mp.mpf(10) ** -2000:
+            return delta  # more steps only make it smaller
+        delta *= theta(mp, mp.log1p(expm1 / delta), r)
     return delta
 
 
-def _mix_long(mp: MPContext, delta: Number, expm1: Number, r: Number, steps: int) -> Decimal:
-    """Many equal steps: θ along its Taylor series in y = log γ, expanded anew every 1/16.
-
-    γ' = 1 + (γ - 1)/θ gives y' = y + log(γ'/γ). The remainder is below 1e-30 (r ≥ 1).
-    """
-    δ, excess = Decimal(str(delta)), Decimal(str(expm1 / delta))
-    y = Decimal(str(mp.log1p(expm1 / delta)))
-    node, series = y, _expand(mp, y, r)
-    for _ in range(steps):
-        if abs(y - node) > _REACH:
-            if δ < _ENOUGH:
-                break
-            node, series = y, _expand(mp, y, r)
-        z, value = y - node, Decimal(0)
-        for coefficient in series:
-            value = value * z + coefficient
-        δ *= value
-        grown = excess / value
-        y += _log1p((grown - excess) / (1 + excess))
-        excess = grown
-    return δ
-
-
-def _expand(mp: MPContext, y: Decimal, r: Number) -> list[Decimal]:
-    """Taylor coefficients of y ↦ θ_y(r), highest first.
-
-    With B = e^y Φ(-r/2 - y/r) and p = φ(r/2 - y/r):  θ' = -B,  B' = B - p/r,  p' = p (r/2 - y/r)/r.
-    """
-    at = mp.mpf(str(y))
-    q = r / 2 - at / r
-    p, before, B = mp.npdf(q), mp.mpf(0), mp.exp(at) * _ndtr(mp, -r / 2 - at / r)
-    found = [theta(mp, at, r)]
-    for n in range(1, _TERMS):
-        found.append(-B / n)
-        B = (B - p / r) / n
-        p, before = (q * p - before / r) / (r * n), p
-    return [Decimal(str(coefficient)) for coefficient in reversed(found)]
-
-
-def _log1p(x: Decimal) -> Decimal:
-    """log(1 + x) = 2 artanh(x/(2 + x)), whose series is fast where steps are small."""
-    if x > _SMALL:
-        return (1 + x).ln()
-    s = x / (2 + x)
-    square, power, total, k = s * s, s, Decimal(0), 1
-    while power > _TINY:
-        total += power / k
-        power, k = power * square, k + 2
-    return 2 * total
-
-
-def recompute_descent(recipe: NoisyDescent | RewindToDelete, rounding: float) -> Decimal:
+def recompute_descent(recipe: DescentRecipe, rounding: float) -> Decimal:
     """μ² of one training run and its request.
 
     >>> recipe = RewindToDelete(learning_rate=1.0, noise_std=2.0, train_steps=3, steps=1,
@@ -384,31 +271,23 @@ def recompute_descent(recipe: NoisyDescent | RewindToDelete, rounding: float) ->
     >>> recompute_descent(recipe, 0.0)  # z: 1, 3/2, then 3/4;  μ = 3/8
     Decimal('0.140625')
     """
-    steps = recipe.train_steps + recipe.steps
-    if steps > MAX_MIXING_STEPS:
-        raise InputError.of("train_steps + steps", steps, f"at most {MAX_MIXING_STEPS}")
-    with decimal.localcontext(_DECIMAL):
-        c, shift = _read_step(recipe)
-        if shift == 0:
-            return Decimal(0)
-        variance, extra = Decimal(recipe.noise_std) ** 2, Decimal(rounding)
-        early = recipe.train_steps
-        if isinstance(recipe, RewindToDelete):
-            early -= recipe.steps
-            if early == 0:
-                return Decimal(0)
-        if variance == 0:
-            return Decimal("inf")
-        shifts = [shift + extra] * early + [extra] * recipe.steps
-        if isinstance(recipe, NoisyDescent):
-            return _merge_blocks(c, shifts, variance)
-        z = Decimal(0)
-        for s in shifts:
-            z = c * z + s
-        return z * z / variance
+    c, shift = _read_step(recipe)
+    variance, extra = Decimal(recipe.noise_std) ** 2, Decimal(rounding)
+    early = recipe.train_steps - (recipe.steps if isinstance(recipe, RewindToDelete) else 0)
+    if shift == 0 or early == 0:
+        return Decimal(0)
+    if variance == 0:
+        return Decimal("inf")
+    shifts = [shift + extra] * early + [extra] * recipe.steps
+    if isinstance(recipe, NoisyDescent):
+        return _merge_blocks(c, shifts, variance)
+    z = Decimal(0)
+    for s in shifts:
+        z = c * z + s
+    return z * z / variance
 
 
-def _read_step(recipe: NoisyDescent | RewindToDelete) -> tuple[Decimal, Decimal]:
+def _read_step(recipe: DescentRecipe) -> tuple[Decimal, Decimal]:
     """(c, ηΔ) with Δ = 2 k G/n."""
     eta, m = Decimal(recipe.learning_rate), Decimal(recipe.strong_convexity)
     slope = eta * (Decimal(recipe.smoothness) + m)

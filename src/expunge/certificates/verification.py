@@ -25,13 +25,8 @@ from expunge.certificates.certificate import (
     describe_schedule,
     parse,
 )
-from expunge.certificates.consistency import (
-    check_start,
-    check_time,
-    count_keys,
-    least_rounding,
-)
-from expunge.certificates.hashing import find_weights, hash_file, hash_index, serialise_header
+from expunge.certificates.consistency import check_start, check_time, count_keys, least_rounding
+from expunge.certificates.hashing import find_weights, hash_weights, serialise_header
 from expunge.certificates.record import RunRecord
 from expunge.certificates.second_accountant import recompute
 from expunge.certificates.signing import holds, read_public_key
@@ -41,13 +36,11 @@ from expunge.files import read_limited
 from expunge.recipes import (
     STATED,
     ComparedTo,
-    ConvexHeadRecipe,
-    ExactStatistics,
+    DescentRecipe,
     Execution,
     GroupDPSGD,
-    NoisyDescent,
+    HeadRecipe,
     Problem,
-    RewindToDelete,
 )
 
 # A claim may be below 50 digits by the error of a float search, and above by this much.
@@ -79,19 +72,12 @@ def verify(
     expunge.errors.CertificateError: certificate run/certificate.json is not a file that can be...
     """
     path = Path(certificate)
-    raw = read_limited(path, MAX_BYTES, "certificate")
-    found = parse(raw)
+    found, differences = _examine(path, public_key, record)
     file = find_weights(path) if weights is None else Path(weights)
-    differences = [
-        *_check_weights(found, file),
-        *_check_claims(found, raw),
-        *_check_signature(found, public_key),
-    ]
+    differences = [*_check_weights(found, file), *differences]
     if parent is not None:
-        before = read_limited(parent, MAX_BYTES, "certificate")
-        differences += _check_parent(found, parse(before), before)
-    if record is not None:
-        differences += _check_record(found, RunRecord.load(record))
+        before, faults = _examine(parent)
+        differences += [f"parent: {fault}" for fault in faults] + check_link(found, before)
     _raise_if_any(path, differences)
     return found
 
@@ -109,9 +95,8 @@ def verify_chain(
         raise InputError.of("certificates", certificates, "at least one path")
     found: list[Certificate] = []
     for place, path in enumerate(certificates):
-        raw = read_limited(path, MAX_BYTES, "certificate")
-        found.append(parse(raw))
-        differences = [*_check_claims(found[-1], raw), *_check_signature(found[-1], public_key)]
+        certificate, differences = _examine(path, public_key)
+        found.append(certificate)
         if place > 0:
             differences += check_link(found[-1], found[-2])
         elif found[-1].parent is not None:
@@ -123,12 +108,20 @@ def verify_chain(
 
 def find_differences(certificate: str | Path, record: str | Path | None = None) -> list[str]:
     """What does not hold of a certificate by itself and by its record; no weights are read."""
-    raw = read_limited(certificate, MAX_BYTES, "certificate")
+    return _examine(certificate, None, record)[1]
+
+
+def _examine(
+    path: str | Path,
+    public_key: bytes | str | Path | None = None,
+    record: str | Path | None = None,
+) -> tuple[Certificate, list[str]]:
+    raw = read_limited(path, MAX_BYTES, "certificate")
     found = parse(raw)
-    differences = [*_check_claims(found, raw), *_check_signature(found, None)]
+    differences = [*_check_claims(found, raw), *_check_signature(found, public_key)]
     if record is not None:
         differences += _check_record(found, RunRecord.load(record))
-    return differences
+    return found, differences
 
 
 def _raise_if_any(path: Path, differences: list[str]) -> None:
@@ -186,11 +179,11 @@ def _check_derived(certificate: Certificate) -> list[str]:
         found.append(
             f"finite_precision.rounding is {p.rounding!r}; its grid costs at least {least!r}"
         )
-    if isinstance(recipe, NoisyDescent | RewindToDelete):
+    if isinstance(recipe, DescentRecipe):
         found += find_disagreements(recipe, problem or STATED, c.parameters)
-    if (problem is not None) != isinstance(recipe, NoisyDescent | RewindToDelete):
+    if (problem is not None) != isinstance(recipe, DescentRecipe):
         found.append("problem must be given exactly for full-batch descent")
-    if (c.statistics is not None) != isinstance(recipe, ExactStatistics | ConvexHeadRecipe):
+    if (c.statistics is not None) != isinstance(recipe, HeadRecipe):
         found.append("statistics must be given exactly for heads built to forget")
     return found
 
@@ -260,11 +253,7 @@ _EXACT = _Tolerance(BELOW, ABOVE)
 def _check_weights(certificate: Certificate, path: Path) -> list[str]:
     """The tensors by their hash, and every byte of the headers by writing them again."""
     found = list[str]()
-    if path.name.endswith(".index.json"):
-        digest, layouts = hash_index(path)
-    else:
-        digest, layout = hash_file(path)
-        layouts = {path.name: layout}
+    digest, layouts = hash_weights(path)
     if digest != certificate.weights.after:
         found.append(
             f"the weights {path} have hash {digest}, but weights.after is "
@@ -290,12 +279,6 @@ def _check_signature(certificate: Certificate, public_key: bytes | str | Path | 
     if not holds(signature.value, signature.public_key, certificate.signed_bytes()):
         found.append("the signature does not match the certificate")
     return found
-
-
-def _check_parent(certificate: Certificate, parent: Certificate, raw: bytes) -> list[str]:
-    found = [f"parent: {difference}" for difference in _check_claims(parent, raw)]
-    found += [f"parent: {difference}" for difference in _check_signature(parent, None)]
-    return found + check_link(certificate, parent)
 
 
 def _check_record(certificate: Certificate, record: RunRecord) -> list[str]:

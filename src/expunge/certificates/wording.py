@@ -14,13 +14,7 @@ from typing import Any
 from expunge.accounting.guarantee import is_exact
 from expunge.accounting.precision import DPSGD_ASSUMPTIONS, describe_assumptions
 from expunge.certificates.record import decode
-from expunge.certificates.schema import (
-    CertificateWire,
-    CommitmentWire,
-    PublicWire,
-    ScopeWire,
-    StatisticsWire,
-)
+from expunge.certificates.schema import CertificateWire, CommitmentWire, PublicWire, ScopeWire
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -66,6 +60,15 @@ _VOID_IF_HEAD = (
     "rows were stored or summed anywhere else and came back from there",
     "retained rows were derived from forgotten ones",
     "the key of the noise or the run record became known together with the model",
+)
+
+_PUBLIC_FEATURES = (
+    "assumed: the feature map is public: network, bits, lift and seed saw no forgotten data."
+)
+_ALONE = "computed: every row was evaluated by itself, so its integers show no other row."
+_IN_BATCHES = (
+    "tested: rows were evaluated in batches of one shape; moving a row and replacing the others "
+    "changed no bit of public noise."
 )
 
 BLOCKS = "Not for release: "
@@ -143,37 +146,37 @@ def _warn_of_numbers(certificate: CertificateWire) -> list[str]:
 
 def derive_scope(certificate: CertificateWire) -> ScopeWire:
     """What is covered, what is not, and what would void it."""
+    c, head = certificate, certificate.statistics
     covered = [
-        f"The {certificate.parameters} certified parameters of the released weights "
-        f"{certificate.weights.after}.",
+        f"The {c.parameters} certified parameters of the released weights {c.weights.after}.",
         "Every event about these weights, hence everything that can be computed from them.",
     ]
-    if certificate.start == "centre":
+    if c.start == "centre":
         covered.append("This run started at the public centre and never used the old model.")
-    if certificate.start == "fresh":
+    if c.start == "fresh":
         covered.append("This run started from weights that depend on no data at all.")
-    if certificate.buffers.policy == "reset":
+    if c.buffers.policy == "reset":
         covered.append(
-            f"The {len(certificate.buffers.names)} buffers, which were estimated again on retained "
-            "data after the last noise."
+            f"The {len(c.buffers.names)} buffers, which were estimated again on retained data "
+            "after the last noise."
         )
-    if certificate.statistics is not None:
+    if head is not None:
         covered.append(
-            f"The exact sums of the {certificate.statistics.samples} rows that remain, "
-            f"{certificate.statistics.digest}: bit for bit those of a life without the forget set."
+            f"The exact sums of the {head.samples} rows that remain, {head.digest}: bit for bit "
+            "those of a life without the forget set."
         )
-    if certificate.finetune is not None:
-        covered.append(_describe_tuning(certificate))
-    if certificate.releases > 1:
-        covered.append(f"All {certificate.releases} released runs of the same old model together.")
-    if certificate.parent is not None:
-        chained = (
+    if c.finetune is not None:
+        covered.append(_describe_tuning(c))
+    if c.releases > 1:
+        covered.append(f"All {c.releases} released runs of the same old model together.")
+    if c.parent is not None:
+        covered.append(
             "The forget sets of the certificates this one is chained to, together with its own"
-        )
-        covered.append(
-            f"{chained}: the bound holds whatever the run started from."
-            if certificate.schema_version == 1
-            else f"{chained}, if the retained data hold nothing of them."
+            + (
+                ": the bound holds whatever the run started from."
+                if c.schema_version == 1
+                else ", if the retained data hold nothing of them."
+            )
         )
     not_covered = [
         "The old model, copies of it, and any model released before.",
@@ -181,28 +184,26 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         "What the retained data, the centre or a frozen part say about the forgotten examples.",
         "The size of the forget set and the fact that a request was made.",
     ]
-    if certificate.statistics is not None:
+    if head is not None:
         not_covered += [
             "The public network under the head, which is not part of the release: "
-            f"{certificate.statistics.features.get('network') or 'none, inputs are vectors'}.",
+            f"{head.features.get('network') or 'none, inputs are vectors'}.",
             "What models released before and after a request show side by side.",
         ]
-    if certificate.weights.public is not None:
-        not_covered.append(_describe_public(certificate.weights.public))
-    elif certificate.weights.frozen is not None:
+    if c.weights.public is not None:
+        not_covered.append(_describe_public(c.weights.public))
+    elif c.weights.frozen is not None:
         not_covered.append(
-            f"The {len(certificate.weights.frozen_names)} frozen tensors, which are declared "
-            f"public: {certificate.weights.frozen}."
+            f"The {len(c.weights.frozen_names)} frozen tensors, which are declared public: "
+            f"{c.weights.frozen}."
         )
-    if certificate.buffers.policy == "frozen":
-        not_covered.append(
-            f"The {len(certificate.buffers.names)} buffers, which are declared public."
-        )
+    if c.buffers.policy == "frozen":
+        not_covered.append(f"The {len(c.buffers.names)} buffers, which are declared public.")
     return ScopeWire(
         covered=tuple(covered),
         not_covered=tuple(not_covered),
-        assumptions=_list_assumptions(certificate),
-        void_if=_VOID_IF if certificate.statistics is None else _VOID_IF_HEAD,
+        assumptions=_list_assumptions(c),
+        void_if=_VOID_IF if head is None else _VOID_IF_HEAD,
     )
 
 
@@ -241,23 +242,10 @@ def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
         case (NoisyDescent() | RewindToDelete()) as recipe if problem is not None:
             return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
         case _ if certificate.statistics is not None:
-            return _list_head_assumptions(certificate.statistics)
+            alone = certificate.statistics.features.get("evaluation") == "by construction"
+            return (_PUBLIC_FEATURES, _ALONE if alone else _IN_BATCHES)
         case _:
             return ()
-
-
-def _list_head_assumptions(statistics: StatisticsWire) -> tuple[str, ...]:
-    """What a head built to forget rests on."""
-    alone = (
-        "computed: every row was evaluated by itself, so its integers show no other row."
-        if statistics.features.get("evaluation") == "by construction"
-        else "tested: rows were evaluated in batches of one shape; moving a row and replacing the "
-        "others changed no bit of public noise."
-    )
-    return (
-        "assumed: the feature map is public: network, bits, lift and seed saw no forgotten data.",
-        alone,
-    )
 
 
 def read_recipe(certificate: CertificateWire) -> Recipe:
@@ -327,19 +315,22 @@ def write_statement(certificate: CertificateWire) -> str:
     return "\n".join(lines) + "\n"
 
 
+def list_facts(certificate: CertificateWire) -> dict[str, Any]:
+    """What a weights file and a model card repeat of the certificate."""
+    return {
+        "epsilon": certificate.epsilon,
+        "delta": certificate.delta,
+        "compared_to": certificate.compared_to,
+        "method": certificate.recipe.method,
+        "releasable": certificate.releasable,
+        "weights": certificate.weights.after,
+        "certificate": certificate.digest,
+    }
+
+
 def write_model_card(certificate: CertificateWire) -> str:
     """A block for a Hugging Face model card: YAML metadata, then markdown."""
     c = certificate
-    facts: dict[str, Any] = {
-        "epsilon": c.epsilon,
-        "delta": c.delta,
-        "compared_to": c.compared_to,
-        "method": c.recipe.method,
-        "releasable": c.releasable,
-        "weights": c.weights.after,
-        "certificate": c.digest,
-    }
-    warnings = [f"> **{warning}**\n" for warning in c.warnings]
     return "\n".join(
         [
             "---",
@@ -347,12 +338,12 @@ def write_model_card(certificate: CertificateWire) -> str:
             "- machine-unlearning",
             "- certified-unlearning",
             "certified_unlearning:",
-            *(f"  {key}: {_yaml(value)}" for key, value in facts.items()),
+            *(f"  {key}: {_yaml(value)}" for key, value in list_facts(c).items()),
             "---",
             "",
             "## Certified unlearning",
             "",
-            *warnings,
+            *(f"> **{warning}**\n" for warning in c.warnings),
             f"Examples were removed from this model by {METHOD_WORDS[c.recipe.method]} with "
             f"**epsilon = {round_up(c.epsilon)}, delta = {round_up(c.delta)}**, compared to "
             f"{name_reference(c)}.",

@@ -11,7 +11,7 @@ are on their way at once, each to its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from expunge.certificates.hashing import (
-    Described,
+    Entry,
     combine_leaves,
     hash_leaf,
     hash_tensors,
@@ -43,6 +43,31 @@ _NAMES: Mapping[torch.dtype, str] = {
 
 _OWN_WORDS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
+SAME = 1e-3
+
+
+def is_multiple(
+    old: Iterable[Tensor], new: Iterable[Tensor], processes: Processes | None = None
+) -> bool:
+    """Whether ``new`` is so near to a multiple of ``old`` that it must have come from there.
+
+    min over s of ‖x - s c‖ ≤ 1e-3 ‖x‖, in float64; for one or two numbers, which have few
+    directions, with s = 1.
+
+    >>> x = torch.tensor([1.0, -2.0, 3.0])
+    >>> is_multiple([x], [-2 * x]), is_multiple([x], [x.flip(0)]), is_multiple([x], [0 * x])
+    (True, False, False)
+    """
+    xx = xc = cc = size = 0.0
+    for x, c in zip(old, new, strict=True):
+        x, c = x.detach().double(), c.detach().double().to(x.device)
+        xx, xc, cc = xx + float((x * x).sum()), xc + float((x * c).sum()), cc + float((c * c).sum())
+        size += x.numel()
+    if processes is not None:
+        xx, xc, cc, size = processes.sum([xx, xc, cc, size])
+    rest = xx - 2 * xc + cc if size < 3 else xx - (xc * xc / cc if cc > 0 else 0.0)
+    return xx > 0 and rest <= SAME**2 * xx
+
 
 def list_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by the names, and in the order, of ``state_dict``.
@@ -60,6 +85,8 @@ def list_tensors(model: nn.Module) -> dict[str, Tensor]:
     ...
     expunge.errors.UnlearningError: old of the model is a plain tensor or array: ...
     """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UnlearningError("the model is compiled to TorchScript; give the module it came from")
     known = {id(t) for t in (*model.parameters(), *model.buffers())}
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -201,7 +228,7 @@ def save_together(
 ) -> None:
     """Rank 0 writes the files and their index into ``folder``; the others hand it their rows."""
     described = [
-        Described(name, name_dtype(name, tensor), tuple(tensor.shape))
+        Entry(name, name_dtype(name, tensor), tuple(tensor.shape))
         for name, tensor in tensors.items()
     ]
     files = plan_files(described, processes.size)
