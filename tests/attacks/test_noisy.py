@@ -1,5 +1,7 @@
 """Ways past the noise of ``unlearn`` that once worked, or might: each is refused or harmless."""
 
+import array
+import collections
 import copy
 import inspect
 import os
@@ -13,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
-from engine import GRADIENT, MODEL, OUTPUT, equal, make_batches, make_mlp
+from engine import GRADIENT, MODEL, OUTPUT, equal, make_batches, make_mlp, public_part
 from expunge import (
     Checkpoint,
     ExpungeError,
@@ -145,6 +147,8 @@ def test_an_average_or_teacher_as_frozen_submodule():
 def test_a_frozen_layer_that_was_fine_tuned():
     base, model = make_mlp(), make_mlp()
     model[0].requires_grad_(False)
+    with torch.no_grad():
+        model[-1].weight.add_(1.0)
     go(model, public=base)
     model[0].weight.detach()[0, 0] += 1e-7
     with pytest.raises(UnlearningError, match=r"0\.weight differs from the public tensors"):
@@ -240,10 +244,12 @@ def test_the_old_model_as_centre():
         (frozen, frozen.state_dict() | {"0.bias": torch.ones(16)}, ["0.bias"]),
         (flagged, flagged.state_dict() | {"flag": torch.tensor([False])}, ["flag"]),
         (tied(), one_name, None),
+        (model, {k: v * 1.01 for k, v in state.items()}, None),
+        (model, {k: -2 * v for k, v in state.items()}, None),
     ):
         with pytest.raises(InputError, match="centre is the old model"):
             go(old, centre=centre, public=public)
-    go(model, centre={k: v * 1.01 for k, v in state.items()})
+    go(model, centre={k: v + 0.1 * torch.randn_like(v) for k, v in state.items()})
 
 
 def test_public_tensors_written_to_through_the_callers_model():
@@ -254,7 +260,7 @@ def test_public_tensors_written_to_through_the_callers_model():
         model[0].weight.detach().add_(1.0)
 
     with pytest.raises(UnlearningError, match="changed during the run"):
-        go(model, public=make_mlp(), on_step=on_step)
+        go(model, public=public_part(model), on_step=on_step)
 
 
 # A step is a function of the vector, of retained data and of fresh randomness
@@ -536,3 +542,110 @@ def test_a_quantised_module():
     with pytest.raises(UnlearningError, match=r"may hold more|quint8|qint8") as caught:
         go(model, recipe=OUTPUT)
     assert "\n" not in str(caught.value)
+
+
+class Keeping(nn.Module):
+    """Notes down in an object of any kind how often it was called, and what it first saw."""
+
+    def __init__(self, notes, note):
+        super().__init__()
+        self.body, self.notes, self.note = nn.Linear(6, 3), notes, note
+
+    def forward(self, x):
+        SEEN.append(len(self.notes) if hasattr(self.notes, "__len__") else self.notes.count)
+        self.note(self.notes)
+        return self.body(x)
+
+
+class Slotted:
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+
+def raise_count(notes):
+    notes.count += 1
+
+
+SEEN = []
+
+
+@pytest.mark.parametrize(
+    ("make", "note"),
+    [
+        (collections.deque, lambda notes: notes.append(1)),
+        (bytearray, lambda notes: notes.append(1)),
+        (lambda: array.array("d"), lambda notes: notes.append(1.0)),
+        (Slotted, raise_count),
+        (lambda: [Slotted()], lambda notes: notes.append(notes[0])),
+    ],
+    ids=["deque", "bytearray", "array", "slots", "objects in a list"],
+)
+def test_a_module_notes_in_any_object_what_it_saw_before_the_noise(make, note):
+    SEEN.clear()
+    go(Keeping(make(), note))
+    assert len(SEEN) > 1
+    assert set(SEEN) == {SEEN[0]}
+
+
+def test_a_forward_pass_freezes_a_layer_or_changes_its_kind_for_later_steps():
+    class Other(nn.Linear):
+        pass
+
+    class Turning(Holder):
+        def forward(self, x):
+            seen.append((self.body.weight.requires_grad, type(self.body)))
+            self.body.__class__ = Other
+            found = super().forward(x)
+            self.body.weight.requires_grad_(False)
+            self.body.bias.extra = 1
+            self.body.bias.register_hook(lambda g: 0 * g)
+            return found
+
+    seen = []
+    run = go(Turning())
+    assert len(seen) > 1
+    assert set(seen) == {(True, nn.Linear)}
+    assert run.model.body.weight.requires_grad
+    assert not run.model.body.bias._backward_hooks
+
+
+def test_a_loss_that_counts_its_calls():
+    class Counting:
+        def __init__(self):
+            self.calls = 0
+
+        def __call__(self, output, target):
+            seen.append(self.calls)
+            self.calls += 1
+            return nn.functional.cross_entropy(output, target)
+
+    seen = []
+    go(make_mlp(), loss_fn=Counting())
+    assert len(seen) > 1
+    assert set(seen) == {0}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_one_sentence():
+    with pytest.raises(UnlearningError, match="TorchScript"):
+        go(torch.jit.script(nn.Linear(6, 3)))
+
+
+def test_a_model_that_is_its_own_copy():
+    class Single(Holder):
+        def __deepcopy__(self, memo):
+            return self
+
+    with pytest.raises(UnlearningError, match="copies to itself"):
+        go(Single())
+
+
+def test_the_old_model_as_its_own_public_source():
+    model = Holder()
+    model.backbone = nn.Linear(6, 6).requires_grad_(False)
+    for public in (model, model.state_dict(), copy.deepcopy(model).state_dict()):
+        with pytest.raises(InputError, match="old model"):
+            go(model, public=public)
+    go(model, public=copy.deepcopy(model.backbone).state_dict(prefix="backbone."))

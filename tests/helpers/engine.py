@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from expunge import GradientClipping, ModelClipping, OutputPerturbation
+from expunge.noisy.model import list_uncertified
 
 GRADIENT = GradientClipping(
     start_clip=0.5, grad_clip=1.0, learning_rate=0.1, weight_decay=2.0, steps=7, noise_std=0.3
@@ -108,3 +109,8 @@ def without_onednn():
         yield
     finally:
         torch.backends.mkldnn.set_flags(True, None, None)
+
+
+def public_part(model):
+    """The tensors of a model that are not certified, as somebody else holds them."""
+    return {name: t.detach().clone() for name, t in list_uncertified(model).items()}

@@ -1,11 +1,13 @@
 """Buffers: refused by name, public when frozen or constant, reset and estimated again."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from engine import GRADIENT, equal, make_batches
+from engine import GRADIENT, equal, make_batches, public_part
 from expunge import InputError, UnlearningError, certify
 from expunge.certificates.record import Run
 from expunge.noisy.noise import SeededNoise
@@ -74,7 +76,7 @@ def test_reset_statistics_come_from_retained_data_alone(training):
 def test_frozen_batch_norm_is_public_and_hashed():
     model = batch_norm()
     model[1].requires_grad_(False).eval()
-    run = go(model, public=model.state_dict())
+    run = go(model, public=public_part(model))
     assert torch.equal(run.model[1].running_mean, model[1].running_mean)
     assert run.record.buffers == "frozen"
     assert set(run.record.buffer_names) <= set(run.record.public.names)
@@ -88,9 +90,12 @@ def test_constants_are_public_if_they_are_compared_or_named():
         go(model)
     model.register_buffer("scale", torch.ones(3))
     assert set(go(model, public=["scale", "ma*"]).record.buffer_names) == {"mask", "scale"}
-    assert go(model, public=model).record.public.compared
+    base = copy.deepcopy(model)
+    assert go(model, public=public_part(base)).record.public.compared
     with pytest.raises(UnlearningError, match="mask is not in the public tensors"):
-        go(model, public=model.state_dict())
+        go(model, public=base.state_dict())
+    with pytest.raises(InputError, match="is the old model"):
+        go(model, public=model)
     with pytest.raises(InputError, match="'nothing'"):
         go(model, public=["nothing"])
     with pytest.raises(InputError, match="buffers is 'keep'"):

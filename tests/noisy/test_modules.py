@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import avg_pool2d, cross_entropy, relu
 
-from engine import equal, without_onednn
+from engine import equal, public_part, without_onednn
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify
 from expunge.errors import UnlearningError
 from expunge.noisy.noise import SeededNoise
@@ -157,7 +157,9 @@ def check(run, model, fresh):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_module(name, recipe, tmp_path):
     model = build(name)
-    run = unlearn(model, make_images(), recipe, loss_fn=cross_entropy, public=build(name))
+    run = unlearn(
+        model, make_images(), recipe, loss_fn=cross_entropy, public=public_part(build(name))
+    )
     check(run, model, build(name))
     save_weights(tmp_path / "model.safetensors", run.model.state_dict())
     from safetensors.torch import load_file
@@ -199,7 +201,7 @@ def test_old_weights_under_a_public_name_are_refused(kind):
 
 def test_frozen_batch_norm_keeps_its_public_statistics():
     model = build("resnet-frozen-batchnorm")
-    public = model.state_dict()
+    public = public_part(model)
     run = unlearn(model, make_images(), GRADIENT, loss_fn=cross_entropy, public=public)
     assert run.record.buffers == "frozen"
     assert len(run.record.buffer_names) == 4 * 3

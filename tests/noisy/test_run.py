@@ -19,6 +19,7 @@ from engine import (
     make_batches,
     make_mlp,
     plain,
+    public_part,
     without_onednn,
 )
 from expunge import ExpungeError, InputError, Retraining, UnlearningError, guarantee
@@ -202,7 +203,7 @@ def test_frozen_parameters_are_left_alone_and_hashed():
     model[0].requires_grad_(False)
     with pytest.raises(UnlearningError, match=r"0\.weight, 0\.bias are not certified"):
         go(model)
-    run = go(model, public=make_mlp().state_dict())
+    run = go(model, public=public_part(model))
     assert torch.equal(run.model[0].weight, model[0].weight)
     assert not run.model[0].weight.requires_grad
     assert run.record.public.names == ("0.weight", "0.bias")

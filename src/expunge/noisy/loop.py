@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
@@ -72,9 +73,7 @@ class Loop:
         vector, public tensors as they were given, statistics of the retained data."""
         self.team.begin(identity, self.noise)
         reset_statistics(self.certified)
-        self._held = HeldState(
-            self.certified, [self.loss_fn] if isinstance(self.loss_fn, nn.Module) else []
-        )
+        self._held, self._loss = HeldState(self.certified), copy.deepcopy(self.loss_fn)
         if getattr(self.loader, "persistent_workers", False):
             vars(self.loader)["_iterator"] = None  # workers that live on drew their seeds before
         with run_uncompiled(), seeded_random(self.team.derive_seed("data"), self.loader):
@@ -172,6 +171,7 @@ class Loop:
     def _put_back(self) -> None:
         """The vector alone decides what the model is."""
         self._held.put_back()
+        self.loss_fn = copy.deepcopy(self._loss)
         self.vector.write()
 
     def _tell(self, on_step: OnStep | None) -> KeyboardInterrupt | None:

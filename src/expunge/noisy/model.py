@@ -7,20 +7,18 @@ declared so by name. Only the running statistics of a normalisation may instead 
 their initial value before the first step, and estimated on retained data after the last noise.
 
 A step must be a function of the vector, of retained data and of fresh randomness. Whatever else a
-module holds is put back before each of them: tensors, and the plain Python values of its
-attributes. What cannot be put back, such as global variables, is the operator's.
+module holds is put back before each of them: tensors and attributes, whatever objects these are.
+What lies outside the module, in global variables, classes and closures, is the operator's code.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -37,6 +35,7 @@ from expunge.processes.weights import (
     check_name,
     cut_rows,
     hash_weights,
+    is_multiple,
     list_tensors,
     name_dtype,
     to_local,
@@ -47,9 +46,7 @@ from expunge.training.losses import LossFunction, compute_loss
 Centre = Mapping[str, Tensor]
 Public = Mapping[str, Tensor] | nn.Module | str | Path | Iterable[str]
 BufferMode = Literal["refuse", "reset"]
-SAME_MODEL = 1e-3
 _TABLES = ("_parameters", "_buffers", "_modules")
-_NO_HOLDERS = (type, nn.Module, Tensor, FunctionType, MethodType, ModuleType)
 
 
 @dataclass(frozen=True)
@@ -200,6 +197,20 @@ def sort_tensors(
     return names, reset
 
 
+def check_source(model: nn.Module, public: Public | None, processes: Processes) -> None:
+    """Refuse the old model as the source of its own public tensors: they would agree always."""
+    if public is None or not _is_source(public):
+        return
+    source, told = _read_source(cast(Any, public))
+    trained = [(p, source.get(name)) for name, p in model.named_parameters() if p.requires_grad]
+    pairs = [(p, c) for p, c in trained if c is not None and c.shape == p.shape]
+    if pairs and all(_same_bits(p, cut_rows(c, p, processes)) for p, c in pairs):
+        raise InputError(
+            f"public ({told}) is the old model: it holds the same trained weights, so that comparing "
+            "with it says nothing; it must be the public weights that training started from"
+        )
+
+
 def match_centre(
     model: nn.Module, certified: Mapping[str, Tensor], centre: Centre
 ) -> dict[str, Tensor]:
@@ -262,38 +273,61 @@ def check_finite(certified: Mapping[str, Tensor]) -> None:
 
 
 class HeldState:
-    """What modules hold beside their certified parameters, as it was before the first step."""
+    """What a model holds beside its certified parameters, as it was before the first step.
 
-    def __init__(self, certified: CertifiedModel, others: Iterable[nn.Module] = ()) -> None:
-        self._certified = certified
+    All attributes of all its modules are copied at once, whatever they are; modules and their
+    tensors stay themselves in the copy. Of a sharded model, whose attributes torch needs as they
+    are, only numbers and text are put back.
+    """
+
+    def __init__(self, certified: CertifiedModel) -> None:
         sharded = is_sharded(certified.model)
-        modules = [m for root in (certified.model, *others) for m in root.modules()]
-        self._held = [(holder, *_read_attributes(holder)) for holder in _find(modules, not sharded)]
+        self._modules = {m: type(m) for m in certified.model.modules()}
+        tensors = [*certified.model.parameters(), *certified.model.buffers()]
+        self._fixed = {id(held): held for held in (*self._modules, *tensors)}
+        self._flags = [] if sharded else [(t, t.requires_grad) for t in tensors]
         tables = ("_buffers", "_modules") if sharded else _TABLES
-        self._tables = [(m, t, dict(vars(m)[t])) for m in dict.fromkeys(modules) for t in tables]
+        self._tables = [(m, t, dict(vars(m)[t])) for m in self._modules for t in tables]
+        holders: list[Any] = [*self._modules, *(() if sharded else tensors)]
+        kinds = (bool, int, float, str) if sharded else (object,)
+        self._known = [set(vars(holder)) for holder in holders]
+        self._attributes = [
+            (h, {n: v for n, v in vars(h).items() if n not in _TABLES and isinstance(v, kinds)})
+            for h in holders
+        ]
+        self._attributes = self._copy()
         now, kept = list_uncertified(certified.model), certified.kept
-        others_too = [t for root in others for t in (*root.parameters(), *root.buffers())]
-        pairs = [(t, kept.get(name)) for name, t in now.items()] + [(t, None) for t in others_too]
         self._tensors = [
-            (live.detach(), live.detach().clone() if held is None else held) for live, held in pairs
+            (live.detach(), kept[name] if name in kept else live.detach().clone())
+            for name, live in now.items()
         ]
 
     def put_back(self) -> None:
-        """Everything as it was; no gradient is left."""
-        for holder, values, others in self._held:
+        """Everything as it was; no gradient and no hook of a tensor is left."""
+        for (holder, values), known in zip(self._copy(), self._known, strict=True):
             attributes = vars(holder)
-            for name in attributes.keys() - values.keys() - others.keys() - set(_TABLES):
+            for name in attributes.keys() - known:
                 del attributes[name]
-            attributes.update(others)
-            attributes.update(copy.deepcopy(values))
+            attributes.update(values)
+        for module, kind in self._modules.items():
+            module.__class__ = kind
         for module, name, table in self._tables:
             vars(module)[name].clear()
             vars(module)[name].update(table)
-        for p in self._certified.model.parameters():
-            p.grad = None
+        for tensor, trained in self._flags:
+            tensor.requires_grad_(trained)
+            for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                setattr(tensor, hooks, None)
+        for module in self._modules:
+            for p in module.parameters(recurse=False):
+                p.grad = None
         with torch.no_grad():
             for live, held in self._tensors:
                 to_local(live).copy_(to_local(held))
+
+    def _copy(self) -> list[tuple[Any, dict[str, Any]]]:
+        memo: dict[int, Any] = dict(self._fixed)
+        return [(h, copy.deepcopy(values, memo)) for h, values in self._attributes]
 
 
 def reset_statistics(certified: CertifiedModel) -> None:
@@ -349,6 +383,8 @@ def _copy(model: nn.Module) -> nn.Module:
         copied = copy.deepcopy(model, memo)
     except (RuntimeError, TypeError) as error:
         raise UnlearningError(f"the model cannot be copied: {error}") from error
+    if copied is model:
+        raise UnlearningError("the model copies to itself; its __deepcopy__ must make a new one")
     held = [*copied.parameters(), *copied.buffers()]
     known = {id(t) for t in held} | {id(t.grad) for t in held}
     for value in memo.values():
@@ -442,18 +478,14 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _check_centre(
     certified: Mapping[str, Tensor], centre: Mapping[str, Tensor], processes: Processes
 ) -> None:
-    """Refuse the old model as its own centre: ‖x̂ - c‖ ≤ 1e-3 ‖x̂‖, in float64."""
-    distance = norm = 0.0
-    for name, p in certified.items():
-        x = to_local(p.detach()).double()
-        c = to_local(cut_rows(centre[name], p, processes)).double()
-        distance += float(torch.sum((x - c) ** 2))
-        norm += float(torch.sum(x**2))
-    distance, norm = processes.sum([distance, norm])
-    if norm > 0 and math.sqrt(distance) <= SAME_MODEL * math.sqrt(norm):
+    """Refuse the old model, or a multiple of it, as its own centre."""
+    old = [to_local(p.detach()) for p in certified.values()]
+    new = [to_local(cut_rows(centre[name], p, processes)) for name, p in certified.items()]
+    if is_multiple(old, new, processes):
         raise InputError(
-            "centre is the old model, or as near to it as a copy: the certificate would bound "
-            "nothing; it must be public weights that never saw the forget data"
+            "centre is the old model, or as near to it or a multiple of it as a copy: the "
+            "certificate would bound nothing; it must be public weights that never saw the forget "
+            "data"
         )
 
 
@@ -525,42 +557,6 @@ def _is_frozen(module: nn.Module) -> bool:
     """In ``eval`` mode and without a trainable parameter."""
     trainable = any(p.requires_grad for p in module.parameters(recurse=False))
     return not module.training and not trainable
-
-
-def _find(modules: Iterable[nn.Module], deep: bool) -> list[object]:
-    """The modules and, if ``deep``, the objects of the user's that they hold as attributes."""
-    found: dict[int, object] = {id(module): module for module in modules}
-    queue = list(found.values())
-    while queue and deep:
-        for value in vars(queue.pop()).values():
-            own = hasattr(value, "__dict__") and not isinstance(value, _NO_HOLDERS)
-            if own and id(value) not in found and not type(value).__module__.startswith("torch."):
-                found[id(value)] = value
-                queue.append(value)
-    return list(found.values())
-
-
-def _read_attributes(holder: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """An object's own attributes: copies of the plain values, and references to the others."""
-    given = {name: value for name, value in vars(holder).items() if name not in _TABLES}
-    plain = {name: copy.deepcopy(value) for name, value in given.items() if _is_plain(value)}
-    return plain, {name: value for name, value in given.items() if name not in plain}
-
-
-def _is_plain(value: object) -> bool:
-    """Numbers, text, and what is built of them."""
-    match value:
-        case None | bool() | int() | float() | complex() | str() | bytes():
-            return True
-        case torch.dtype() | torch.device():
-            return True
-        case list() | tuple() | set() | frozenset():
-            return all(map(_is_plain, cast(Iterable[object], value)))
-        case dict():
-            items = cast(dict[object, object], value).items()
-            return all(_is_plain(key) and _is_plain(item) for key, item in items)
-        case _:
-            return False
 
 
 def _list(names: Sequence[str]) -> str:

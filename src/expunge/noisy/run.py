@@ -26,7 +26,15 @@ from expunge.certificates.record import Run, RunRecord, list_versions
 from expunge.errors import InputError
 from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.loop import Loop, OnStep
-from expunge.noisy.model import BufferMode, Centre, Public, check_finite, check_kept, copy_model
+from expunge.noisy.model import (
+    BufferMode,
+    Centre,
+    Public,
+    check_finite,
+    check_kept,
+    check_source,
+    copy_model,
+)
 from expunge.noisy.noise import Noise, check_noise, describe_noise
 from expunge.noisy.team import Team
 from expunge.processes.group import Processes, find_processes
@@ -111,6 +119,8 @@ def unlearn(
         with processes.together():
             if start == "model":
                 check_finite(certified.certified)
+            if certified.public is not None:
+                check_source(model, public, processes)
         team = Team(processes, certified)
         loop = Loop(certified, recipe, retain_loader, loss_fn, source, team)
         before = hash_weights(list_tensors(model), processes)
