@@ -214,6 +214,25 @@ def test_a_retrained_model_that_left_the_numbers_is_no_release():
         make_retrained(make_mlp(), learning_rate=1e30, epochs=3)
 
 
+# --- the loss and the optimizer
+
+
+def remember(parameters):
+    optimizer = torch.optim.SGD(parameters, 1.0, momentum=0.9)
+    for p in parameters:
+        optimizer.state[p]["momentum_buffer"] = torch.full_like(p, 100.0)
+    return optimizer
+
+
+@pytest.mark.parametrize("go", [lambda **o: make_retrained(make_mlp(), **o), private])
+def test_a_loss_or_an_optimizer_that_remembers_is_refused(go):
+    with pytest.raises(InputError, match="the loss holds a tensor"):
+        go(loss_fn=nn.CrossEntropyLoss(weight=torch.ones(3)))
+    with pytest.raises(InputError, match="an earlier training"):
+        go(optimizer=remember)
+    go(optimizer=lambda parameters: torch.optim.Adagrad(parameters))
+
+
 # --- descent
 
 

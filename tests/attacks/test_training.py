@@ -1,6 +1,7 @@
 """Attempts to bring forgotten data or the old model back through training, each of which failed."""
 
 import copy
+import functools
 import random
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from engine import GRADIENT, equal, flatten, make_mlp
 from expunge import Batches, SeededNoise, certify, evaluate, fine_tune, train, unlearn
 from expunge.errors import InputError, UnlearningError
 from expunge.training.evaluation import measure
+from expunge.training.losses import check_loss
 from expunge.training.many import fine_tune_many
+from expunge.training.settings import check_optimizer
 
 torch.set_num_threads(1)
 LOSS = nn.functional.cross_entropy
@@ -198,7 +201,7 @@ class WritingArrays(Writing):
     def forward(self, x, extra):
         output = self.inner(torch.from_numpy(x["x"]).clone())
         x["x"][:] = 7.0
-        extra.rows.append(float(output.sum()))
+        extra.rows.append(float(output.detach().sum()))
         return output
 
 
@@ -209,6 +212,125 @@ def test_a_forward_pass_cannot_write_into_arrays_and_objects_of_the_data():
     train(WritingArrays(), batches, epochs=2, learning_rate=0.1)
     assert np.array_equal(array, make_data().inputs.numpy())
     assert extra.rows == []
+
+
+# --- the loss and the optimizer
+
+
+class Teacher(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.teacher = make_mlp()
+
+    def forward(self, output, target):
+        return LOSS(output, target)
+
+
+class Slotted:
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+    def loss(self, output, target):
+        return LOSS(output, target)
+
+
+def hold(teacher):
+    return lambda output, target: LOSS(output, target) + 0 * len(teacher)
+
+
+def default(output, target, weights=(torch.ones(3),)):  # noqa: B008
+    return LOSS(output, target)
+
+
+OLD = {"deep": [make_mlp()]}
+
+
+def read_global(output, target):
+    return LOSS(output, target) + 0 * len(OLD)
+
+
+HOLDING = {
+    "module": Teacher(),
+    "class weights": nn.CrossEntropyLoss(weight=torch.ones(3)),
+    "partial": functools.partial(LOSS, weight=torch.ones(3)),
+    "closure": hold(make_mlp()),
+    "closure of a closure": hold([hold(torch.ones(3))]),
+    "bound method": Slotted({"a": np.ones(3)}).loss,
+    "bound method of a module": make_mlp().forward,
+    "default": default,
+    "global": read_global,
+    "class attribute": type("Loss", (), {"old": torch.ones(3), "__call__": read_global})(),
+}
+
+
+@pytest.mark.parametrize("loss_fn", HOLDING.values(), ids=HOLDING.keys())
+def test_a_loss_that_holds_a_tensor_is_refused(loss_fn):
+    run = forget()
+    with pytest.raises(InputError, match=r"the loss holds an? (tensor|array)"):
+        tune(run, loss_fn=loss_fn)
+    with pytest.raises(InputError, match=r"the loss holds an? (tensor|array)"):
+        fine_tune_many([run], make_data(), seeds=[0], epochs=1, learning_rate=0.1, loss_fn=loss_fn)
+
+
+def test_a_loss_of_numbers_passes():
+    for loss_fn in (nn.CrossEntropyLoss(), functools.partial(LOSS, label_smoothing=0.1),
+                    hold([0.3, 0.7]), Slotted("x").loss, write_target, None):  # fmt: skip
+        check_loss(loss_fn)
+
+
+def preload(parameters, fill):
+    optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+    for p in parameters:
+        optimizer.state[p]["momentum_buffer"] = fill(p)
+    return optimizer
+
+
+class Pulling(torch.optim.SGD):
+    """Steps towards weights it remembers."""
+
+    def __init__(self, parameters, old):
+        super().__init__(parameters, 0.1)
+        self.old = old
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sentence"),
+    [
+        (lambda ps: preload(ps, torch.randn_like), "an earlier training"),
+        (lambda ps: preload(ps, lambda p: torch.full_like(p, 100.0)), "an earlier training"),
+        (lambda ps: Pulling(ps, [p.detach().clone() for p in ps]), "an earlier training"),
+        (lambda ps: torch.optim.SGD(ps[1:], 0.1), "other parameters"),
+        (lambda ps: torch.optim.SGD([*ps, nn.Parameter(torch.ones(3))], 0.1), "other parameters"),
+        (lambda ps: "SGD", "a torch optimizer"),
+    ],
+)
+def test_an_optimizer_that_remembers_is_refused(optimizer, sentence):
+    with pytest.raises(InputError, match=sentence):
+        tune(forget(), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "Adam", "RMSprop", "Rprop", "NAdam", "LBFGS"])
+def test_fresh_optimizers_pass(kind):
+    model = make_mlp()
+    parameters = list(model.parameters())
+    check_optimizer(getattr(torch.optim, kind)(parameters), parameters)
+
+
+def test_the_moments_of_the_training_do_not_come_back():
+    model = make_mlp()
+    adam = torch.optim.Adam(model.parameters())
+    model(make_data().inputs).sum().backward()
+    adam.step()
+
+    def resume(parameters):
+        optimizer = torch.optim.Adam(parameters)
+        optimizer.load_state_dict(adam.state_dict())
+        return optimizer
+
+    with pytest.raises(InputError, match="an earlier training"):
+        tune(forget(model), optimizer=resume)
 
 
 # --- randomness

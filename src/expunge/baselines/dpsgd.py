@@ -60,7 +60,7 @@ from expunge.noisy.vector import CHUNK
 from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
 from expunge.recipes import Execution, GroupDPSGD
-from expunge.training.losses import LossFunction, compute_loss
+from expunge.training.losses import LossFunction, check_loss, compute_loss
 from expunge.training.randomness import DRAWS, refused_random, seed_random, untouched_random
 from expunge.training.settings import (
     InMemory,
@@ -68,6 +68,7 @@ from expunge.training.settings import (
     Prepare,
     Scheduled,
     ScheduleName,
+    check_optimizer,
     schedule_factor,
 )
 from expunge.training.train import read_request, read_retained
@@ -120,6 +121,7 @@ def train_dpsgd(
     """
     count = len(data.targets)
     _check_arguments(recipe, count, physical_batch, learning_rate)
+    check_loss(loss_fn)
     divisor = recipe.sampling_rate * count if divisor is None else divisor
     if not 0 < divisor < math.inf:
         raise InputError.of("divisor", divisor, "a finite number > 0")
@@ -137,7 +139,7 @@ def train_dpsgd(
         stepping = Scheduled(
             torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
             if optimizer is None
-            else optimizer(parameters)
+            else check_optimizer(optimizer(parameters), parameters)
         )
         mechanism = NoisySum(certified, recipe, loss_fn, source, data, prepare, physical_batch)
         rows = list[tuple[float, ...]]()

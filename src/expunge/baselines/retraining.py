@@ -26,6 +26,7 @@ from expunge.noisy.model import (
 )
 from expunge.processes.weights import hash_weights, is_multiple, list_tensors
 from expunge.recipes import Execution, Retraining
+from expunge.training.losses import check_loss
 from expunge.training.randomness import seeded_random
 from expunge.training.settings import InMemory, Options
 from expunge.training.train import check_trained, describe_training, read_sets, train
@@ -80,6 +81,7 @@ def retrain(
     """
     if recipe is not None and not isinstance(recipe, Retraining):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of("recipe", recipe, "Retraining() or nothing")
+    check_loss(options.get("loss_fn"))
     sets, seed = read_sets(retain_loader, forget_ids, retain_ids), options.get("seed", 0)
     with torch.inference_mode(False), torch.enable_grad(), seeded_random(seed, retain_loader):
         before = hash_weights(list_tensors(model))

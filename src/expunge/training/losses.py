@@ -5,12 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from expunge.errors import InputError, UnlearningError
+from expunge.training.holding import LIMIT, find_held
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+def check_loss(loss_fn: LossFunction | None) -> None:
+    """Refuse a loss that holds a tensor or an array: what it was computed from, nobody can tell.
+
+    >>> import torch
+    >>> check_loss(nn.CrossEntropyLoss(label_smoothing=0.1))
+    >>> check_loss(nn.CrossEntropyLoss(weight=torch.ones(2)))
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: the loss holds a tensor (shape (2,)): no noise covers it; ...
+    """
+    for count, item in enumerate(find_held(loss_fn), 1):
+        if isinstance(item, Tensor | np.ndarray):
+            kind = "a tensor" if isinstance(item, Tensor) else "an array"
+            raise InputError(
+                f"the loss holds {kind} (shape {tuple(cast(Any, item).shape)}): no noise covers "
+                "it; write constants as numbers in the function"
+            )
+        if count == LIMIT:
+            raise InputError(
+                f"the loss holds more than {LIMIT} objects, too many to look for tensors among "
+                "them; write constants as numbers in the function"
+            )
 
 
 def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Tensor:

@@ -37,7 +37,7 @@ from expunge.training.compiled import (
     is_close,
     make_compiled,
 )
-from expunge.training.losses import LossFunction, compute_loss
+from expunge.training.losses import LossFunction, check_loss, compute_loss
 from expunge.training.randomness import untouched_random
 from expunge.training.settings import InMemory, Options, Settings, SharedOptions, schedule_factor
 from expunge.training.train import TrainingLog, begin_fine_tuning, make_log, train
@@ -112,6 +112,7 @@ def fine_tune_many(
     >>> [run.record.finetune.steps for run in tuned]
     [3, 3]
     """
+    check_loss(options.get("loss_fn"))
     sets = _spread("data sets", data, isinstance(data, InMemory), len(runs))
     begun = [begin_fine_tuning(run, own) for run, own in zip(runs, sets, strict=True)]
     logs = train_many(

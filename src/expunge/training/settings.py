@@ -6,14 +6,16 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Required, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, Required, TypedDict, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from expunge.errors import InputError
 from expunge.training.batches import Augment, Batches
+from expunge.training.holding import find_held
 from expunge.training.losses import LossFunction
 
 ScheduleName = Literal["constant", "one-cycle"]
@@ -121,7 +123,7 @@ class Settings:
         """The optimizer of the trainable parameters of ``model``."""
         parameters = [p for p in model.parameters() if p.requires_grad]
         if self.optimizer is not None:
-            return Scheduled(self.optimizer(parameters))
+            return Scheduled(check_optimizer(self.optimizer(parameters), parameters))
         return Scheduled(
             torch.optim.SGD(
                 parameters, self.learning_rate, self.momentum, weight_decay=self.weight_decay
@@ -131,6 +133,42 @@ class Settings:
     def count_steps(self, length: int) -> int:
         """Steps of ``epochs`` passes through ``length`` batches."""
         return math.ceil(self.epochs * length - 1e-9)
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer, if it is of these parameters and starts with nothing but its settings.
+
+    A state may be there from the start (Adagrad's), if it is zero or a number of the settings.
+
+    >>> x = nn.Parameter(torch.ones(3))
+    >>> used = torch.optim.SGD([x], 0.1, momentum=0.9)
+    >>> used.state[x]["momentum_buffer"] = torch.ones(3)
+    >>> check_optimizer(used, [x])
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: optimizer() returns an optimizer that holds a tensor ...
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError.of("optimizer()", type(optimizer).__name__, "a torch optimizer")
+    own = sorted(id(p) for group in optimizer.param_groups for p in group["params"])
+    if own != sorted(map(id, parameters)):
+        raise InputError(
+            "optimizer() returns an optimizer of other parameters than those it was given; it must "
+            "hold each of them once and nothing else"
+        )
+    settings = [v for v in optimizer.defaults.values() if isinstance(v, Tensor | float | int)]
+    numbers = {0.0, *(float(v) for v in settings if not isinstance(v, Tensor) or v.numel() == 1)}
+    for item in find_held(optimizer):
+        if id(item) in own or not isinstance(item, Tensor | np.ndarray):
+            continue
+        if not any(bool((cast(Any, item) == number).all()) for number in numbers):
+            raise InputError(
+                "optimizer() returns an optimizer that holds a tensor of an earlier training; it "
+                "must be made anew, its state empty or filled with a number of its settings"
+            )
+    return optimizer
 
 
 class Scheduled:

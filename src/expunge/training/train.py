@@ -26,7 +26,7 @@ from expunge.processes.weights import hash_weights, list_tensors, to_local
 from expunge.progress import show_progress
 from expunge.training.batches import Cycle, count_samples, move_batch
 from expunge.training.compiled import CompiledLoss, plan_loss, warn_uncompiled
-from expunge.training.losses import compute_loss
+from expunge.training.losses import check_loss, compute_loss
 from expunge.training.randomness import (
     derive_seed,
     draw_apart,
@@ -220,6 +220,7 @@ def fine_tune(
     >>> tuned.record.finetune.optimizer, tuned.record.finetune.steps
     ('SGD', 2)
     """
+    check_loss(options.get("loss_fn"))
     tuning = begin_fine_tuning(run, data, ids, forget_ids, processes)
     with seeded_random(options.get("seed", 0), data):
         log = train(
