@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
 from engine import GRADIENT, equal, flatten, make_mlp
 from expunge import Batches, SeededNoise, certify, evaluate, fine_tune, train, unlearn
@@ -17,6 +17,7 @@ from expunge.errors import InputError, UnlearningError
 from expunge.training.evaluation import measure
 from expunge.training.losses import check_loss
 from expunge.training.many import fine_tune_many
+from expunge.training.randomness import seeded_random
 from expunge.training.settings import check_optimizer
 
 torch.set_num_threads(1)
@@ -361,6 +362,60 @@ def test_fine_tuning_draws_from_its_seed_and_nothing_else(kind):
     assert equal(runs[0][0], runs[1][0])
     assert equal(runs[0][0], runs[0][1])
     assert not equal(runs[0][0], runs[0][2])
+
+
+GENERATORS = {
+    "numpy": (np.random.default_rng, lambda g: g.normal()),
+    "numpy's others": (lambda s: np.random.Generator(np.random.Philox(s)), lambda g: g.normal()),
+    "numpy's old": (np.random.RandomState, lambda g: g.randn()),
+    "python": (random.Random, lambda g: g.gauss(0, 1)),
+    "torch": (
+        lambda s: torch.Generator().manual_seed(s),
+        lambda g: torch.randn((), generator=g).item(),
+    ),
+}
+
+
+class Augmented(Dataset):
+    """Draws from a generator that the original training has used."""
+
+    def __init__(self, transform):
+        self.transforms, self.seen = [("first", transform)], []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        self.seen.append(self.transforms[0][1]())
+        return torch.full((6,), float(self.seen[-1])), i % 3
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_training_left_in_a_generator_of_the_data_set_is_not_drawn(kind, nested):
+    make, draw = GENERATORS[kind]
+    drawn = []
+    for used in (0, 7):
+        generator = make(0)
+        for _ in range(used):
+            draw(generator)
+        after = draw(copy.deepcopy(generator)) if kind != "torch" else None
+        held = Augmented(
+            functools.partial(draw, generator) if nested else lambda g=generator: draw(g)
+        )
+        data = ConcatDataset([Subset(held, range(8))]) if nested else held
+        with seeded_random(5, DataLoader(data, batch_size=4)):
+            list(DataLoader(data, batch_size=4))
+        drawn.append(held.seen[:8])
+        assert after in (None, draw(generator)), "its state is put back"
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 8
+    run, tuned = forget(), []
+    for used in (0, 3):
+        generator = make(used)
+        loader = DataLoader(Augmented(lambda g=generator: draw(g)), batch_size=4)
+        tuned.append(tune(run, loader).model)
+    assert equal(*tuned)
 
 
 # --- what is never returned

@@ -61,6 +61,8 @@ def _list_parts(item: object) -> Iterator[object]:
             yield vars(item)
         case BuiltinFunctionType():
             yield item.__self__
+        case np.random.Generator():
+            yield item.bit_generator
         case _:
             yield type(item)
             yield getattr(item, "__dict__", None)

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from expunge.errors import UnlearningError
+from expunge.training.holding import find_held
+
+RandomSource = torch.Generator | np.random.BitGenerator | np.random.RandomState | random.Random
 
 
 def capture_random(generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -109,17 +112,39 @@ def untouched_random() -> Generator[None]:
         restore_random(state)
 
 
-def find_generators(loader: object) -> list[torch.Generator]:
-    """The generators that a loader, its samplers and its data set draw from.
+def find_generators(loader: object) -> list[RandomSource]:
+    """The generators of torch, NumPy and Python that a loader and all that it holds draw from.
 
     >>> len(find_generators(torch.utils.data.DataLoader([1], generator=torch.Generator())))
     1
     """
-    names = ("sampler", "batch_sampler", "loader", "dataset")
-    near = [loader, *(getattr(loader, name, None) for name in names)]
-    holders = near + [getattr(holder, name, None) for holder in near for name in names]
-    found = [cast(object, getattr(holder, "generator", None)) for holder in holders]
-    return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+    return [
+        item
+        for item in find_held(loader)
+        if isinstance(item, RandomSource) and not isinstance(item, random.SystemRandom)
+    ]
+
+
+def _swap_state(source: RandomSource, state: Any) -> Any:
+    """Give a generator a state of its own kind, or that of a seed; returns the one it had."""
+    match source:
+        case torch.Generator():
+            old = source.get_state()
+            source.manual_seed(state) if isinstance(state, int) else source.set_state(state)
+        case np.random.RandomState():
+            old = source.get_state(legacy=False)
+            kind = cast(type[Any], getattr(np.random, cast(Any, old)["bit_generator"]))
+            fresh = isinstance(state, int)
+            source.set_state(
+                np.random.RandomState(kind(state)).get_state(legacy=False) if fresh else state
+            )
+        case np.random.BitGenerator():
+            old = source.state
+            source.state = type(source)(state).state if isinstance(state, int) else state
+        case _:
+            old = source.getstate()
+            source.seed(state) if isinstance(state, int) else source.setstate(state)
+    return old
 
 
 @contextmanager
@@ -133,16 +158,17 @@ def seeded_random(seed: int, loader: object = None) -> Generator[None]:
     ...     print(first == (torch.rand(1), np.random.rand(), random.random()))
     True
     """
-    held = [(generator, generator.get_state()) for generator in find_generators(loader)]
     with untouched_random():
         seed_random(seed)
-        for number, (generator, _) in enumerate(held):
-            generator.manual_seed(derive_seed(f"generator {number} of {seed}"))
+        held = [
+            (source, _swap_state(source, derive_seed(f"generator {number} of {seed}")))
+            for number, source in enumerate(find_generators(loader))
+        ]
         try:
             yield
         finally:
-            for generator, state in held:
-                generator.set_state(state)
+            for source, state in reversed(held):
+                _swap_state(source, state)
 
 
 def seed_random(seed: int) -> None:
