@@ -33,7 +33,11 @@ class InputError(ExpungeError, ValueError):
     @classmethod
     def of(cls, field: str, value: object, valid: str) -> InputError:
         """The one sentence: field, value, what is valid."""
-        return cls(f"{field} is {value!r}; it must be {valid}")
+        try:
+            shown = repr(value)
+        except ValueError:  # a whole number too long for Python to write
+            shown = f"a {type(value).__name__} that cannot be shown"
+        return cls(f"{field} is {shown}; it must be {valid}")
 
 
 class CalibrationError(ExpungeError):

@@ -364,3 +364,16 @@ def test_weights_of_another_run(tmp_path) -> None:
     write_safetensors(tmp_path / "model.safetensors", tensors)
     with pytest.raises(VerificationError, match=hash_of(tensors)):
         verify(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["p1\r", "\ufeffp1", "p1 ", "p1\u00a0", "p\u200b1", "p1\0", "", " ", "p\u202e1"]
+)
+def test_identifiers_that_differ_only_in_what_nobody_sees(name) -> None:
+    with pytest.raises(InputError, match="visible text"):
+        commit_disjoint([name], ["p1", "p2"])
+
+
+def test_an_identifier_of_five_thousand_digits() -> None:
+    with pytest.raises(InputError, match=r"2\*\*63"):
+        commit_disjoint([10**5000], ["p1"])

@@ -80,7 +80,7 @@ def test_certificate_golden() -> None:
     rest = {k: v for k, v in plain.items() if k not in (*numbers, "digest")}
     assert (
         hashlib.sha256(rfc8785.dumps(rest)).hexdigest()
-        == "928a0ab4335d10b466b77ae9e91e888db8a32e8a6b7b2636e8d6eef0fe4ab49f"
+        == "61b8dea747cc87f430f884689e807d96790e6f271eaab423a5c828bde40737e0"
     )
 
 

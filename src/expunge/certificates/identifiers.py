@@ -99,10 +99,21 @@ def commit_disjoint(
 def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
     """Identifiers as text, whatever holds them: a list, an array, a tensor, a column.
 
+    What a person cannot see must not keep two identifiers apart: spaces at the ends, control and
+    format characters are refused, and so is the empty text.
+
     >>> read_ids([7, "e\\u0301"]) == ("7", "\\u00e9")
     True
+    >>> read_ids(["p1\\r"])
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: ids is 'p1\\r'; it must be visible text without spaces at its ends
     """
-    return tuple(unicodedata.normalize("NFC", _read_text(given)) for given in _list(ids))
+    names = tuple(unicodedata.normalize("NFC", _read_text(given)) for given in _list(ids))
+    for name in names:
+        if not name or not name.isprintable() or name.strip() != name:
+            raise InputError.of("ids", name, "visible text without spaces at its ends")
+    return names
 
 
 def read_names(ids: Iterable[Any] | None) -> tuple[str, ...] | None:
@@ -120,10 +131,10 @@ def _read_text(given: object) -> str:
     match given:
         case str():
             return str(given)
-        case Integral() if given is not True and given is not False:
+        case Integral() if given is not True and given is not False and abs(int(given)) < 2**63:
             return str(int(given))
         case _:
-            raise InputError.of("ids", given, "strings or whole numbers")
+            raise InputError.of("ids", given, "strings or whole numbers below 2**63")
 
 
 def _hash_set(names: set[str], salt: str) -> tuple[str, int]:

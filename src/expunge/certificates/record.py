@@ -31,7 +31,7 @@ from expunge.recipes import Execution, Problem, Recipe
 if TYPE_CHECKING:
     from torch import nn
 
-FORMAT = "expunge-record-1"
+FORMAT, OLD_FORMAT = "expunge-record-2", "expunge-record-1"
 MAX_BYTES = 1_000_000_000
 _LARGEST_SAFE_INTEGER = 2**53 - 1
 
@@ -197,6 +197,7 @@ class RunRecord:
     statistics: Statistics | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     nonce: str = field(default_factory=lambda: secrets.token_hex(32))
+    format: str = FORMAT
 
     def __post_init__(self) -> None:
         for name in ("parameters", "noise_keys", "gradient_evaluations", "resumed"):
@@ -223,15 +224,15 @@ class RunRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON; infinity is written as the string "inf"."""
-        return {"format": FORMAT} | cast(dict[str, Any], encode(self))
+        return cast(dict[str, Any], encode(self))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RunRecord:
         """The record that ``to_dict`` described; anything else is a :class:`CertificateError`."""
-        if data.get("format") != FORMAT:
+        if data.get("format") not in (FORMAT, OLD_FORMAT):
             raise CertificateError(f"format is {data.get('format')!r}; it must be {FORMAT!r}")
         try:
-            return _rebuild(cls, {k: v for k, v in data.items() if k != "format"})
+            return _rebuild(cls, data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CertificateError(f"not a usable record: {error}") from error
 

@@ -184,6 +184,16 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         "What the retained data, the centre or a frozen part say about the forgotten examples.",
         "The size of the forget set and the fact that a request was made.",
     ]
+    if c.schema_version > 1:
+        not_covered.append(
+            "The code of model, loss and data set, with the numbers and objects it holds beside "
+            "tensors: they are taken to be public."
+        )
+    if c.schema_version > 1 and c.parent is not None:
+        not_covered.append(
+            "Whether the retained data hold people that earlier certificates forgot; whoever "
+            "holds the lists of all requests can check that."
+        )
     if head is not None:
         not_covered += [
             "The public network under the head, which is not part of the release: "

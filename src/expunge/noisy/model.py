@@ -206,8 +206,8 @@ def check_source(model: nn.Module, public: Public | None, processes: Processes) 
     pairs = [(p, c) for p, c in trained if c is not None and c.shape == p.shape]
     if pairs and all(_same_bits(p, cut_rows(c, p, processes)) for p, c in pairs):
         raise InputError(
-            f"public ({told}) is the old model: it holds the same trained weights, so that comparing "
-            "with it says nothing; it must be the public weights that training started from"
+            f"public ({told}) is the old model with its trained weights, so that comparing with "
+            "it says nothing; it must be the public weights that training started from"
         )
 
 
