@@ -36,7 +36,8 @@ from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
 from expunge.recipes import STATED, DescentRecipe, Execution, NoisyDescent, Problem, RewindToDelete
 from expunge.training.batches import move_batch
-from expunge.training.losses import LossFunction, compute_loss
+from expunge.training.compiled import is_close
+from expunge.training.losses import LossFunction, check_loss, compute_loss
 from expunge.training.randomness import refused_random, untouched_random
 from expunge.training.settings import InMemory, Prepare
 from expunge.training.train import read_retained, read_sets
@@ -50,7 +51,7 @@ class Descent:
 
     ``state`` is the vector from which ``forget`` goes on: the last one in noisy descent, the one
     K steps earlier in rewind-to-delete. Private, like any model that saw the forget data. Keep it
-    with ``torch.save`` until a request comes.
+    with ``torch.save`` until a request comes; ``loss_fn`` and ``prepare`` are kept by their names.
     """
 
     model: nn.Module
@@ -63,6 +64,8 @@ class Descent:
     noise_keys: int
     start: str | None
     ids: tuple[str, ...] | None
+    loss_fn: LossFunction
+    prepare: Prepare | None
     public: PublicTensors | None = None
 
 
@@ -82,10 +85,10 @@ def descend(
     """Train on all ``examples`` of the recipe, full batch, for ``train_steps`` steps.
 
     ``model`` is the public start: it must not depend on the data, and is not changed. ``data`` has
-    ``inputs`` and ``targets`` in memory; ``prepare(inputs)`` turns them into what the model takes.
-    ``loss_fn`` is a mean over examples; a model that draws random numbers is refused. ``public`` is
-    where tensors that are not trained come from, as in :func:`expunge.unlearn`. ``ids`` identify
-    the data (default: ``data.ids``).
+    ``inputs`` and ``targets`` in memory; ``prepare(inputs)`` turns them into what the model takes,
+    and is given one example at a time. ``loss_fn`` is a mean over examples; a model that draws
+    random numbers or has hooks is refused. ``public`` is where tensors that are not trained come
+    from, as in :func:`expunge.unlearn`. ``ids`` identify the data (default: ``data.ids``).
 
     >>> from expunge.accounting.precision import softmax_constants
     >>> from expunge.training.batches import Batches
@@ -103,6 +106,8 @@ def descend(
     if len(data.targets) != recipe.examples:
         raise InputError.of("examples", recipe.examples, f"{len(data.targets)}, the data's number")
     source = check_noise(noise)
+    check_loss(loss_fn)
+    check_hooks(model)
     names = read_retained(data, ids, None)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         certified = copy_model(model, public=public, device=device)
@@ -134,6 +139,8 @@ def descend(
         noise_keys=walk.noise_keys,
         start=hash_weights(start) if nonzero else None,
         ids=names,
+        loss_fn=loss_fn,
+        prepare=prepare,
         public=certified.public,
     )
 
@@ -142,8 +149,6 @@ def forget(
     trained: Descent,
     retain_loader: InMemory,
     *,
-    loss_fn: LossFunction = cross_entropy,
-    prepare: Prepare | None = None,
     noise: Noise | None = None,
     forget_ids: Iterable[str | int] | None = None,
     retain_ids: Iterable[str | int] | None = None,
@@ -152,9 +157,11 @@ def forget(
     """The recipe's ``steps`` on the retained data alone, then the released model and its record.
 
     At most ``group_size`` of the training examples may be missing from ``retain_loader``. When both
-    are identified, the retained ones must be among those trained on. The noise should be of the
-    same source as in training, and a fresh key of it; a seed continues where training stopped.
+    are identified, the retained ones must be among those trained on. Loss and ``prepare`` are those
+    of the training. The noise should be of the same source, and a fresh key of it; a seed continues
+    where training stopped.
     """
+    check_hooks(trained.model)
     recipe, source = trained.recipe, check_noise(noise)
     gone = recipe.examples - len(retain_loader.targets)
     if not 0 <= gone <= recipe.group_size:
@@ -176,7 +183,7 @@ def forget(
         walk = _Walk(certified, trained.problem, recipe, trained.precision, source)
         walk.vector.load(trained.state)
         walk.rows = list(trained.trace)
-        walk.learn_from(retain_loader, loss_fn, prepare)
+        walk.learn_from(retain_loader, trained.loss_fn, trained.prepare)
         T, K, sigma = recipe.train_steps, recipe.steps, recipe.noise_std
         if isinstance(recipe, NoisyDescent):
             walk.draw(T + K)
@@ -227,16 +234,16 @@ class _Walk:
 
     def learn_from(self, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None) -> None:
         """Descend along the mean gradient over ``data`` from here on."""
-        model, device = self.certified.model, self.certified.device
-        if isinstance(model, SoftmaxRegression) and self.problem.feature_clip is not None:
-            inputs = data.inputs if prepare is None else prepare(data.inputs)
-            features, targets = model.clip_features(inputs), data.targets.to(device)
+        inputs = _prepare_alone(data.inputs, prepare)
+        B, targets = self.problem.feature_clip, data.targets.to(self.certified.device)
+        if B is not None:
+            weight = self.certified.certified["weight"].detach()
+            features = clip_features(inputs, B, weight)
             if not bool(torch.isfinite(features).all()):
                 raise InputError("a feature vector holds values that are not finite")
-            weight = model.weight.detach()
             self._gradient = lambda: [softmax_gradient(weight, features, targets)]
         else:
-            self._gradient = lambda: _mean_gradient(self.certified, data, loss_fn, prepare)
+            self._gradient = lambda: _mean_gradient(self.certified, inputs, targets, loss_fn)
 
     def draw(self, last: int) -> None:
         """Take a key for the noise up to step ``last``; none if there is none to draw."""
@@ -296,17 +303,48 @@ def _read_problem(
     return model.problem
 
 
+def check_hooks(model: nn.Module) -> None:
+    """Refuse a module with hooks: they compute what no constant of the recipe speaks of.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> _ = layer.register_forward_hook(lambda module, given, found: 3 * found)
+    >>> check_hooks(layer)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.UnlearningError: the model has forward hooks; descent takes none: remove them
+    """
+    kinds = ("forward", "forward_pre", "backward", "backward_pre")
+    held: list[Any] = [*model.modules(), *model.parameters()]
+    for kind in kinds:
+        if any(getattr(each, f"_{kind}_hooks", None) for each in held):
+            raise UnlearningError(f"the model has {kind} hooks; descent takes none: remove them")
+
+
+def _prepare_alone(inputs: Tensor, prepare: Prepare | None) -> Tensor:
+    """Every example prepared by itself, so that none shows in another."""
+    if prepare is None:
+        return inputs
+    with torch.no_grad(), refused_random("prepare"):
+        rows = [prepare(row[None].clone()) for row in inputs]
+        again = prepare(inputs[:1].clone())
+    if not is_close(rows[0], again):
+        raise UnlearningError(
+            "prepare gave another result for the first example after it had seen the others; it "
+            "must treat each example alone and keep nothing"
+        )
+    return torch.cat(rows)
+
+
 def _mean_gradient(
-    certified: CertifiedModel, data: InMemory, loss_fn: LossFunction, prepare: Prepare | None
+    certified: CertifiedModel, inputs: Tensor, targets: Tensor, loss_fn: LossFunction
 ) -> list[Tensor]:
     """(1/n) Σ ∇f_i by autograd, in chunks."""
-    n = len(data.targets)
+    n = len(targets)
     for start in range(0, n, ROWS):
-        rows = data.inputs[start : start + ROWS], data.targets[start : start + ROWS]
+        rows = inputs[start : start + ROWS], targets[start : start + ROWS]
         x, y = move_batch(rows, certified.device)
         with refused_random("the mean gradient"):
-            batch = (x if prepare is None else prepare(x), y)
-            (compute_loss(certified.model, batch, loss_fn) * (len(y) / n)).backward()
+            (compute_loss(certified.model, (x, y), loss_fn) * (len(y) / n)).backward()
     return certified.take_gradients()
 
 
@@ -329,8 +367,8 @@ class SoftmaxRegression(nn.Module):
     In float64, and started at zero: a public start.
 
     >>> model = SoftmaxRegression(features=2, classes=3, feature_clip=1.0)
-    >>> model.clip_features(torch.tensor([[2.0, 2.0], [0.0, 0.0]])).norm(dim=1).round(decimals=9)
-    tensor([1., 1.], dtype=torch.float64)
+    >>> model(torch.tensor([[2.0, 2.0]])).tolist()
+    [[0.0, 0.0, 0.0]]
     """
 
     def __init__(self, features: int, classes: int, *, feature_clip: float) -> None:
@@ -339,18 +377,10 @@ class SoftmaxRegression(nn.Module):
         self.weight = nn.Parameter(torch.zeros(classes, features + 1, dtype=torch.float64))
 
     def clip_features(self, inputs: Tensor) -> Tensor:
-        """min(1, B/‖a‖) a with a = (input, 1), rounded so that no true norm exceeds B.
-
-        A row that is not finite stays so.
-        """
-        B, width = self.problem.feature_clip, self.weight.shape[1]
+        """(input, 1), clipped."""
+        B = self.problem.feature_clip
         assert B is not None
-        flat = inputs.reshape(len(inputs), -1).to(self.weight.device, torch.float64)
-        if flat.shape[1] + 1 != width:
-            raise InputError.of("number of features", flat.shape[1], f"{width - 1}")
-        a = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
-        norms = torch.linalg.vector_norm(a, dim=1, keepdim=True) * (1 + norm_margin(width))
-        return a * torch.where(norms <= B, 1.0, B / norms * (1 - 2.0**-50))
+        return clip_features(inputs, B, self.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.clip_features(inputs) @ self.weight.T
@@ -358,6 +388,25 @@ class SoftmaxRegression(nn.Module):
     def extra_repr(self) -> str:
         classes, width = self.weight.shape
         return f"features={width - 1}, classes={classes}, feature_clip={self.problem.feature_clip}"
+
+
+def clip_features(inputs: Tensor, B: float, weight: Tensor) -> Tensor:
+    """min(1, B/‖a‖) a with a = (input, 1), rounded so that no true norm exceeds B.
+
+    A row that is not finite stays so.
+
+    >>> weight = torch.zeros(2, 3, dtype=torch.float64)
+    >>> rows = torch.tensor([[2.0, 2.0], [0.0, 0.0]])
+    >>> clip_features(rows, 1.0, weight).norm(dim=1).round(decimals=9)
+    tensor([1., 1.], dtype=torch.float64)
+    """
+    width = weight.shape[1]
+    flat = inputs.reshape(len(inputs), -1).to(weight.device, torch.float64)
+    if flat.shape[1] + 1 != width:
+        raise InputError.of("number of features", flat.shape[1], f"{width - 1}")
+    a = torch.cat([flat, torch.ones_like(flat[:, :1])], dim=1)
+    norms = torch.linalg.vector_norm(a, dim=1, keepdim=True) * (1 + norm_margin(width))
+    return a * torch.where(norms <= B, 1.0, B / norms * (1 - 2.0**-50))
 
 
 @torch.no_grad()
