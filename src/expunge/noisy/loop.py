@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from expunge.accounting.precision import NoisyRecipe, choose_precision, list_levels
 from expunge.certificates.record import Trace
-from expunge.errors import UnlearningError
+from expunge.errors import InputError, UnlearningError
 from expunge.noisy.checkpoint import Checkpoint, Progress, load_state, save_state
 from expunge.noisy.model import (
     CertifiedModel,
@@ -117,9 +117,14 @@ class Loop:
         every = math.inf if checkpoint is None else checkpoint.every
         saved = time.monotonic()
         if self.steps > 0:
-            self._cycle = Cycle(
-                self.team.share_out(self.loader), self._place, keep=path is not None
-            )
+            try:
+                self._cycle = Cycle(
+                    self.team.share_out(self.loader), self._place, keep=path is not None
+                )
+            except RuntimeError as error:
+                if self._place is None:
+                    raise
+                raise InputError(f"checkpoint {path} is damaged: {error}") from None
         for t in show_progress(range(self.done, self.steps), self.steps, "unlearning", progress):
             self._step(t)
             stop = self._tell(on_step)

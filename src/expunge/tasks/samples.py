@@ -111,26 +111,41 @@ def number_ids(prefix: str, positions: npt.NDArray[np.int64], width: int = 5) ->
     return np.array([f"{prefix}{position:0{width}}" for position in positions], dtype=np.str_)
 
 
-def split_forget(samples: Samples, fraction: float = 0.1, seed: int = 0) -> tuple[Samples, Samples]:
-    """(retain, forget): a seeded ``fraction`` is forgotten; each set is in the original order.
+def split_forget(
+    samples: Samples,
+    fraction: float = 0.1,
+    seed: int = 0,
+    *,
+    ids: Sequence[str] | None = None,
+) -> tuple[Samples, Samples]:
+    """(retain, forget): a seeded ``fraction`` is forgotten, or all samples of these ``ids``.
 
-    With one seed a larger fraction contains the smaller one. An identifier that would stand in
-    both sets is refused: it would void the certificate.
+    Each set is in the original order. With one seed a larger fraction contains the smaller one.
+    An identifier that would stand in both sets is refused: it would void the certificate.
 
     >>> samples = Samples(torch.zeros(10, 4), torch.arange(10) % 2, number_ids("a/", np.arange(10)))
     >>> retain, forget = split_forget(samples, fraction=0.2)
     >>> len(retain), len(forget)
     (8, 2)
+    >>> len(split_forget(samples, ids=["a/00003"])[1])
+    1
     """
     if not 0 < fraction < 1:
         raise InputError.of("fraction", fraction, "a number between 0 and 1, both excluded")
-    count = round(fraction * len(samples))
+    gone = np.isin(samples.ids, list(ids or ()))
+    if ids is not None:
+        unknown = [name for name in ids if name not in samples.ids]
+        if unknown:
+            raise InputError.of("ids", unknown[0], f"known, such as {str(samples.ids[0])!r}")
+    count = round(fraction * len(samples)) if ids is None else int(gone.sum())
     if count == 0:
         raise InputError(f"the forget set is empty; it must hold 1 to {len(samples) - 1} samples")
     if count == len(samples):
         raise InputError(
             f"the forget set holds all {len(samples)} samples; at least one must be retained"
         )
+    if ids is not None:
+        return samples.take(np.flatnonzero(~gone)), samples.take(np.flatnonzero(gone))
     retain, forget = _split(samples, count, seed)
     both = np.intersect1d(retain.ids, forget.ids)
     if len(both):
