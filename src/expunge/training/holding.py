@@ -12,7 +12,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MemberDescriptorType, ModuleType
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 LIMIT = 200_000
 _PLAIN = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
-Array = np.ndarray[Any, Any]
 
 
 def find_held(thing: object) -> Iterator[object]:
