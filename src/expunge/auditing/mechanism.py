@@ -185,10 +185,10 @@ def _run_pilots(
 ) -> tuple[_Attempt, int]:
     """The best attempt of all adversaries, and how many runs it took to find it: half of a pilot
     trains the statistics, the other half chooses among them."""
-    started, share, runs = time.monotonic(), PILOT_SHARE / len(adversaries), 0
+    share, runs = PILOT_SHARE / len(adversaries), 0
     found: list[_Attempt] = []
     for place, adversary in enumerate(adversaries):
-        size, deadline = math.ceil(share * most), started + (place + 1) * share * seconds
+        size, deadline = math.ceil(share * most), time.monotonic() + share * seconds
         blocks = _run(adversary, max(LEAST_PILOT, size), seed, place << 20, deadline)
         zero, one = map(np.concatenate, zip(*blocks, strict=True))
         half = len(zero) // 2
