@@ -28,7 +28,7 @@ from expunge.processes.weights import hash_weights, is_multiple, list_tensors
 from expunge.recipes import Execution, Retraining
 from expunge.training.losses import check_loss
 from expunge.training.randomness import seeded_random
-from expunge.training.settings import InMemory, Options
+from expunge.training.settings import InMemory, Options, spell_out
 from expunge.training.train import check_trained, describe_training, read_sets, train
 
 
@@ -50,6 +50,7 @@ class GaussianInitialisation:
 Initialise = GaussianInitialisation | Callable[[], nn.Module]
 
 
+@spell_out(Options)
 def retrain(
     model: nn.Module,
     retain_loader: InMemory | Iterable[Any],

@@ -41,7 +41,7 @@ from expunge.processes.group import Processes, find_processes
 from expunge.processes.weights import hash_weights, list_tensors, view_bytes
 from expunge.recipes import Execution
 from expunge.training.batches import count_samples, find_tensors
-from expunge.training.losses import LossFunction
+from expunge.training.losses import LossFunction, check_loss
 from expunge.training.randomness import untouched_random
 from expunge.training.train import read_retained
 
@@ -100,6 +100,7 @@ def unlearn(
     (3, 6, 'system')
     """
     recipe, source = _check_recipe(recipe, start), check_noise(noise)
+    check_loss(loss_fn)
     forgotten = read_names(forget_ids)
     retained = read_names(getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids)
     forget, retain = commit_disjoint(forgotten, retained)

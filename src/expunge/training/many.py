@@ -39,12 +39,20 @@ from expunge.training.compiled import (
 )
 from expunge.training.losses import LossFunction, check_loss, compute_loss
 from expunge.training.randomness import untouched_random
-from expunge.training.settings import InMemory, Options, Settings, SharedOptions, schedule_factor
+from expunge.training.settings import (
+    InMemory,
+    Options,
+    Settings,
+    SharedOptions,
+    schedule_factor,
+    spell_out,
+)
 from expunge.training.train import TrainingLog, begin_fine_tuning, make_log, train
 
 STEP, SHORT_STEP, PAYS_AFTER = 2e-4, 2e-3, 30.0
 
 
+@spell_out(SharedOptions)
 def train_many(
     models: Sequence[nn.Module],
     data: InMemory | Sequence[InMemory],
@@ -87,6 +95,7 @@ def train_many(
     return [replace(log, note=f"not together: {outcome}. {log.note}".strip()) for log in logs]
 
 
+@spell_out(SharedOptions)
 def fine_tune_many(
     runs: Sequence[Run],
     data: InMemory | Sequence[InMemory],

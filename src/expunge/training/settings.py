@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Required, TypedDict, cast, runtime_checkable
+from typing import Any, Literal, Protocol, Required, TypedDict, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ ScheduleName = Literal["constant", "one-cycle"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Prepare = Callable[[Tensor], Tensor]
 Compile = bool | Literal["auto"]
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The linear one-cycle schedule: (part of the steps, part of the peak), straight lines in between.
 _ONE_CYCLE = ((0.0, 1 / 25), (0.3, 1.0), (0.85, 1 / 25), (1.0, 1 / 25e4))
@@ -169,6 +171,27 @@ def check_optimizer(
                 "must be made anew, its state empty or filled with a number of its settings"
             )
     return optimizer
+
+
+def spell_out(options: Any) -> Callable[[F], F]:
+    """Write the options one by one, with their defaults, into the signature that ``help`` shows.
+
+    >>> @spell_out(Options)
+    ... def train(model, **options): ...
+    >>> str(inspect.signature(train))[:51]
+    "(model, *, epochs: 'float', learning_rate: 'float',"
+    """
+
+    def write(function: F) -> F:
+        given = inspect.signature(function)
+        kept = [p for p in given.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        names = options.__required_keys__ | options.__optional_keys__
+        own = [p for p in inspect.signature(Settings).parameters.values() if p.name in names]
+        kept += [p.replace(kind=p.KEYWORD_ONLY) for p in own]
+        vars(function)["__signature__"] = given.replace(parameters=kept)
+        return function
+
+    return write
 
 
 class Scheduled:

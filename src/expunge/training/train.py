@@ -34,7 +34,7 @@ from expunge.training.randomness import (
     seeded_random,
     untouched_random,
 )
-from expunge.training.settings import InMemory, Options, Settings, schedule_factor
+from expunge.training.settings import InMemory, Options, Settings, schedule_factor, spell_out
 from expunge.training.shares import Shares
 
 OnPass = Callable[[int, float], object]
@@ -93,6 +93,7 @@ def make_log(
     )
 
 
+@spell_out(Options)
 def train(
     model: nn.Module,
     data: InMemory | Iterable[Any],
@@ -193,6 +194,7 @@ def _average(parameters: list[nn.Parameter], processes: Processes) -> None:
         p.grad = g.to(p.dtype)
 
 
+@spell_out(Options)
 def fine_tune(
     run: Run,
     data: InMemory | Iterable[Any],
@@ -289,6 +291,8 @@ def begin_fine_tuning(
             "unlearn returned"
         )
     forgotten = run.forgotten
+    if forgotten is not None and record.forget is not None and not opens(record.forget, forgotten):
+        raise InputError("run.forgotten is not the set that the record commits to")
     if forget_ids is not None:
         given = frozenset(read_request(forget_ids) or ())
         if forgotten is None and record.forget is not None and not opens(record.forget, given):
