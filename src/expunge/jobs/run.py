@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.identifiers import commit
@@ -53,7 +52,6 @@ from expunge.training.evaluation import measure
 from expunge.training.train import fine_tune
 
 LOG = logging.getLogger("expunge")
-MOST_POINTS = 200
 NO_SALT = "00" * 32  # for a file that is private anyway
 
 
@@ -116,7 +114,7 @@ class _Running:
     processes: Processes
     progress: bool
     stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    losses: list[float] = field(default_factory=list[float])
+    losses: dict[float, float] = field(default_factory=dict[float, float])  # by epoch
 
     def __post_init__(self) -> None:
         leads, self.job = self.processes.leads, self.made.job
@@ -216,32 +214,25 @@ class _Running:
 
     def _tune(self, run: Run, table: FinetuneTable) -> Run:
         real = run.record.start == "model"
-        losses: list[Tensor] = []
         retain, workers = self.ready.splits.retain, self.job.data.workers
-        loader = make_loader(retain, table.batch_size, seed=self.seed + 1, workers=workers)
 
-        def watch(output: Any, target: Any) -> Tensor:
-            loss = self.ready.loss_fn(output, target)
-            if torch.is_grad_enabled():
-                losses.append(loss.detach())
-                if real and self.tracker.is_due("fine-tuning"):
-                    self.tracker.tell("fine-tuning", step=len(losses), loss=float(loss.detach()))
-            return loss
+        def on_pass(passes: int, loss: float) -> None:
+            if real:
+                self.losses[min(float(passes), table.epochs)] = loss
+                self.tracker.tell("fine-tuning", epoch=passes, loss=loss)
 
-        tuned = fine_tune(
+        return fine_tune(
             run,
-            loader,
+            make_loader(retain, table.batch_size, seed=self.seed + 1, workers=workers),
             ids=retain.ids,
-            optimizer=_choose_optimizer(table),
-            loss_fn=watch,
-            seed=self.seed,
+            on_pass=on_pass,
             progress=self.progress,
             processes=self.processes,
+            optimizer=_choose_optimizer(table),
+            loss_fn=self.ready.loss_fn,
+            seed=self.seed,
             **table.model_dump(exclude={"batch_size", "optimizer"}),
         )
-        if real:
-            self.losses = [float(loss) for loss in losses]
-        return tuned
 
     def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
         """One row of the table of accuracies, and of losses beside it."""
@@ -293,11 +284,13 @@ class _Running:
         if job.evaluation.retraining_epochs is not None:
             again = {"gradient_evaluations": round(job.evaluation.retraining_epochs * kept)}
             arms.append({"arm": RETRAINING} | exact | again)
+        x, y = list(self.losses), list(self.losses.values())
+        labels = {"name": "fine-tuning", "x_label": "epoch", "y_label": "training loss"}
         return {
             "title": job.output.title,
             "task": f"{job.model.build} on {job.data.load}",
             "stages": [{"arm": method, **row} for row in self.stages],
-            "curves": draw_losses(self.losses, job.finetune.epochs if job.finetune else 0.0),
+            "curves": [{**labels, "x": x, "y": y}] if x else [],
             "arms": arms if len(arms) > 1 else [],
             "cost": {
                 "seconds": round(time.monotonic() - self.started, 3),
@@ -332,25 +325,3 @@ def _choose_optimizer(table: FinetuneTable) -> Any:
     if kind is None:
         return None
     return partial(kind, lr=table.learning_rate, weight_decay=table.weight_decay)
-
-
-def draw_losses(losses: Sequence[float], epochs: float) -> list[dict[str, Any]]:
-    """The loss of fine-tuning by epoch, as at most 200 means of neighbouring steps.
-
-    >>> draw_losses([3.0, 1.0], 1.0)[0]["x"], draw_losses([3.0] * 400, 1.0)[0]["x"][-1]
-    ([0.5, 1.0], 1.0)
-    """
-    if not losses:
-        return []
-    width = -(-len(losses) // MOST_POINTS)
-    groups = [losses[i : i + width] for i in range(0, len(losses), width)]
-    ends = [min((i + 1) * width, len(losses)) for i in range(len(groups))]
-    return [
-        {
-            "name": "fine-tuning",
-            "x": [end / len(losses) * epochs for end in ends],
-            "y": [sum(group) / len(group) for group in groups],
-            "x_label": "epoch",
-            "y_label": "training loss",
-        }
-    ]
