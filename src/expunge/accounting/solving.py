@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable
 from typing import Any, cast
 
-from scipy import optimize
-
 
 def tighten(
     excess: Callable[[float], float], bad: float, good: float, *, relative: float = 1e-12
@@ -22,6 +20,8 @@ def tighten(
     >>> x * x >= 2, abs(x - 2**0.5) < 1e-11
     (True, True)
     """
+    from scipy import optimize
+
     excess = functools.cache(excess)
     if excess(good) > 0:
         raise ValueError("the good end of the bracket is not good")
