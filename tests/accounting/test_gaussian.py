@@ -247,6 +247,7 @@ class TestShape:
         strict = table[1:] < -1e-3
         assert np.all(np.diff(table, axis=0)[strict] < 0)
 
+    @pytest.mark.slow
     def test_inverses_are_monotone(self) -> None:
         mu, delta = 10 ** np.linspace(-4, 2, 61)[:, None], 10 ** np.linspace(-20, -0.1, 40)
         table = gaussian.epsilon(mu, delta)

@@ -71,6 +71,7 @@ def test_untouched_files_hold(run, attempt) -> None:
     assert attempt(run[1], run[2])
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_weights_counts(run, attempt) -> None:
     """Length, header (padding included), metadata and data: all positions."""
     rng = random.Random(1)
@@ -78,6 +79,7 @@ def test_every_byte_of_the_weights_counts(run, attempt) -> None:
     assert held == []
 
 
+@pytest.mark.slow
 def test_every_byte_of_the_certificate_counts(run, attempt) -> None:
     rng = random.Random(2)
     held = [p for p in range(len(run[1])) if attempt(flip(run[1], p, rng), run[2])]
