@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import expunge.auditing.mechanism
 from defects import stop_after_first_chunk, write_sign
@@ -88,6 +89,17 @@ def test_the_certificate_of_another_record(tmp_path: Path, monkeypatch: pytest.M
     code, verdict = audit(tmp_path, monkeypatch)
     assert code == 1
     assert "gradient_evaluations is 1, but the record gives 640" in verdict
+
+
+@pytest.mark.usefixtures("few_runs")
+def test_other_weights_beside_the_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, GRADIENT)
+    save_file({"body.weight": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    code, verdict = audit(tmp_path, monkeypatch)
+    assert code == 1
+    assert "weights.after" in verdict
 
 
 @pytest.mark.parametrize("coordinate", [1, 40_000])

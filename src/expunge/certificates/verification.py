@@ -107,8 +107,10 @@ def verify_chain(
 
 
 def find_differences(certificate: str | Path, record: str | Path | None = None) -> list[str]:
-    """What does not hold of a certificate by itself and by its record; no weights are read."""
-    return _examine(certificate, None, record)[1]
+    """What does not hold of a certificate by itself, by its record, and by weights beside it."""
+    found, differences = _examine(certificate, None, record)
+    file = find_weights(Path(certificate))
+    return [*differences, *(_check_weights(found, file) if file.exists() else ())]
 
 
 def _examine(
