@@ -1,6 +1,7 @@
 """The public surface: what is exported, and that asking for it stays light."""
 
 import importlib
+import inspect
 import subprocess
 import sys
 
@@ -102,3 +103,15 @@ def test_a_command_that_lacks_torch_says_what_to_install(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr == "expunge: this command needs torch; pip install 'expunge[torch]'\n"
+
+
+@pytest.mark.parametrize("name", ["train", "fine_tune", "retrain", "train_many", "fine_tune_many"])
+def test_options_stand_in_the_signature(name: str) -> None:
+    parameters = inspect.signature(getattr(expunge, name)).parameters
+    assert {"epochs", "learning_rate", "batch_size", "schedule"} <= parameters.keys()
+    assert all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+
+
+def test_unlearn_has_thirteen_keywords() -> None:
+    parameters = inspect.signature(expunge.unlearn).parameters.values()
+    assert sum(p.kind is p.KEYWORD_ONLY for p in parameters) == 13
