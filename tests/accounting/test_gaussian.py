@@ -177,6 +177,7 @@ class TestSafeSide:
 
     @settings(fast, max_examples=60)
     @given(st.lists(st.tuples(MUS, DELTAS, EPSILONS), min_size=1, max_size=6))
+    @pytest.mark.slow
     def test_a_vector_gives_what_its_elements_give(
         self, cases: list[tuple[float, float, float]]
     ) -> None:

@@ -86,6 +86,7 @@ def test_every_byte_of_the_certificate_counts(run, attempt) -> None:
     assert held == []
 
 
+@pytest.mark.slow
 def test_changed_digits_of_the_certificate(run, attempt) -> None:
     """Digits for digits: the file stays JSON of the right shape."""
     rng = random.Random(3)

@@ -37,6 +37,7 @@ def check_nothing_written(folder: Path) -> None:
     assert not list(folder.glob("*.tmp"))
 
 
+@pytest.mark.slow
 def test_mixed_versions_and_sizes_that_do_not_divide_are_refused(tmp_path):
     job = write_job(tmp_path / "mixed")
     ranks = start_ranks(2, [str(HERE / "mixed_driver.py"), "unlearn", str(job)])

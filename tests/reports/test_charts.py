@@ -115,6 +115,7 @@ def test_every_logarithmic_axis_has_two_ticks_or_more(values: tuple[float, float
     assert text.count('class="grid"') >= 2
 
 
+@pytest.mark.slow
 @given(
     values=st.lists(st.none() | st.floats(-1e9, 1e9), min_size=MOST_POINTS + 1, max_size=3000),
 )

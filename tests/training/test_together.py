@@ -11,6 +11,7 @@ import pytest
 DRIVER = Path(__file__).with_name("together.py")
 
 
+@pytest.mark.slow
 def test_two_processes_tune_and_measure_as_one():
     path = os.pathsep.join([str(DRIVER.parents[1] / "helpers"), *sys.path])
     done = subprocess.run(

@@ -59,6 +59,7 @@ def test_what_assumes_nothing_does_not_depend_on_k_and_the_rest_does(printed):
         assert (one == all_) is (assumes == "nothing")
 
 
+@pytest.mark.slow
 def test_the_comparison_runs(table, capsys):
     assert table.main(["--smoke"]) == 0
     lines = capsys.readouterr().out.splitlines()
