@@ -653,3 +653,36 @@ def test_the_old_model_as_its_own_public_source():
         with pytest.raises(InputError, match="old model"):
             go(model, public=public)
     go(model, public=copy.deepcopy(model.backbone).state_dict(prefix="backbone."))
+
+
+def test_the_loss_is_a_method_of_the_old_model():
+    class Judging(Holder):
+        def judge(self, output, target):
+            return cross_entropy(output, target) + (output - self.body.bias).pow(2).mean()
+
+    model = Judging()
+    with pytest.raises(InputError, match="the loss holds a tensor"):
+        go(model, loss_fn=model.judge)
+
+
+def test_a_loader_that_holds_the_old_model_cannot_reach_the_copy():
+    model = make_mlp()
+
+    class Reaching(list):
+        def __iter__(self):
+            for p in model.parameters():
+                p.detach().fill_(9.0)
+            return super().__iter__()
+
+    run = go(model, Reaching(make_batches()))
+    plain = go()
+    assert equal(run.model, plain.model)
+
+
+def test_parameters_of_a_parametrization_are_the_certified_ones():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)))
+    run = go(model)
+    assert {"0.parametrizations.weight.original0", "0.parametrizations.weight.original1"} <= set(
+        list_tensors(run.model)
+    )
+    assert run.record.parameters == sum(p.numel() for p in model.parameters())
