@@ -195,7 +195,10 @@ def test_teachers_averages_and_copies_need_to_be_public():
         make_retrained(student)
     with pytest.raises(UnlearningError, match=r"1\.weight"):
         make_retrained(student, public={"1.weight": torch.zeros(3, 3), "1.bias": torch.zeros(3)})
-    assert make_retrained(student, public=student.state_dict()).record.public.compared
+    with pytest.raises(InputError, match="is the old model"):
+        make_retrained(student, public=student.state_dict())
+    base = student[1].state_dict(prefix="1.")
+    assert make_retrained(student, public=base).record.public.compared
 
 
 def test_retraining_on_forgotten_data_is_refused_and_unchecked_says_so():

@@ -19,11 +19,13 @@ from expunge.noisy.model import (
     BufferMode,
     CertifiedModel,
     Public,
+    check_source,
     check_unchanged,
     copy_model,
     list_uncertified,
     reset_statistics,
 )
+from expunge.processes.group import Processes
 from expunge.processes.weights import hash_weights, is_multiple, list_tensors
 from expunge.recipes import Execution, Retraining
 from expunge.training.losses import check_loss
@@ -87,6 +89,8 @@ def retrain(
     with torch.inference_mode(False), torch.enable_grad(), seeded_random(seed, retain_loader):
         before = hash_weights(list_tensors(model))
         certified = copy_model(model, public=public, buffers=buffers, device=device)
+        if certified.public is not None:
+            check_source(model, public, Processes())
         reset_statistics(certified)
         told = _start_afresh(model, certified, initialise)
         fresh = hash_weights(list_tensors(certified.model))
