@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 from expunge.certificates.record import RunRecord
 from expunge.errors import InputError, UnlearningError
@@ -102,7 +104,9 @@ def play(steps) -> tuple[StatisticsHead, set[int]]:
     for learning, picked in steps:
         if learning:
             rows = [*picked, *[p + 12 for p in picked[::2]]]
-            head.learn((X[rows], Y[rows]), [PEOPLE[i] for i in rows])
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "forgotten before, and learned again")
+                head.learn((X[rows], Y[rows]), [PEOPLE[i] for i in rows])
             held |= set(rows)
         else:
             people = {f"p{i}" for i in picked} & {PEOPLE[i] for i in held}
@@ -310,6 +314,36 @@ def test_regression_on_scaled_integers() -> None:
     )
     never.learn((x[10:], y[10:]), ids[10:])
     assert never.digest() == head.digest()
+
+
+def test_learning_somebody_again_says_so_and_takes_the_name_off_the_list(tmp_path: Path) -> None:
+    x, y, ids = make_data()
+    head = make_head(tmp_path / "a")
+    head.learn((x, y), ids)
+    head.forget(ids[:2])
+    with pytest.warns(UserWarning, match=rf"learned again now: 1 of the .* such as {ids[0]!r}"):
+        assert make_head(tmp_path / "a").learn((x[:1], y[:1]), ids[:1]) == 1
+    with pytest.warns(UserWarning, match="already forgotten: 1 of 2"):
+        head.forget(ids[:2])
+    with pytest.warns(UserWarning, match="learned again now: 2 of the identifiers"):
+        assert head.learn((x[:2], y[:2]), ids[:2]) == 2
+    assert not (tmp_path / "a/forgotten").exists()
+    head.learn((x[:2], y[:2]), ids[:2])
+    never = make_head()
+    never.learn((x, y), ids)
+    assert head.digest() == never.digest()
+
+
+def test_a_dataset_is_read_in_pieces(monkeypatch) -> None:
+    x, y, ids = make_data()
+    pairs = TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    whole, parts = make_head(), make_head()
+    whole.learn((x, y), ids)
+    monkeypatch.setattr("expunge.forgettable.released.PIECE", 17)
+    assert parts.learn(pairs, ids) == len(ids)
+    assert parts.digest() == whole.digest()
+    with pytest.raises(InputError, match="a Dataset of such pairs"):
+        parts.learn(TensorDataset(torch.zeros(3)), ["a", "b", "c"])
 
 
 def test_save_and_open_again(tmp_path: Path) -> None:

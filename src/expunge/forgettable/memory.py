@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -133,6 +134,8 @@ class Memory:
         self.evaluation = "by construction"
         self._forgotten: set[bytes] = set()
         self._seen: object = None
+        if folder is not None and folder.exists() and not folder.is_dir():
+            raise InputError.of("state", str(folder), "a folder, not a file")
         if folder is not None and folder.is_dir():
             with hold(folder, writing=False):
                 self.refresh()
@@ -143,7 +146,10 @@ class Memory:
         return 1.0 if self.store is None else self.integers.unit(self.store.layout.inputs)
 
     def learn(self, features: npt.NDArray[Any], targets: Whole, ids: Sequence[str]) -> int:
-        """Add rows, all or nothing; returns how many were new: a row that is held is not added."""
+        """Add rows, all or nothing; returns how many were new: a row that is held is not added.
+
+        Somebody who was forgotten and is learned again leaves the list of the forgotten.
+        """
         with self.writing():
             if self.store is None:
                 self._create(features.shape[1])
@@ -153,7 +159,17 @@ class Memory:
             changes, fresh = store.plan_addition(store.make_rows(ids, features, targets))
             largest, reach = self.integers.largest, self.targets.reach
             check_room(self.sums.rows + len(fresh), largest, reach)
-            self._commit(changes, self.sums + self.add(fresh), {})
+            back = self._find_forgotten(ids)
+            if back:
+                warnings.warn(
+                    f"forgotten before, and learned again now: {len(back)} of the identifiers, "
+                    f"such as {', '.join(map(repr, list(back)[:3]))}",
+                    stacklevel=4,
+                )
+            forgotten = self._forgotten.difference(back.values())
+            files = {"forgotten": b"".join(sorted(forgotten))} if back else {}
+            self._commit(changes, self.sums + self.add(fresh), files)
+            self._forgotten = forgotten
             return len(fresh)
 
     def plan(self, ids: Iterable[object]) -> Request:
@@ -163,18 +179,34 @@ class Memory:
             raise InputError("ids is empty; name at least one identifier to forget")
         taken = None if self.store is None else self.store.take(names)
         missing = names if taken is None else taken.missing
-        unknown = [name for name in missing if self._mark(name) not in self._forgotten]
-        if unknown or taken is None:
-            more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
-            raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
+        self._check_known(missing)
+        assert taken is not None
         if missing:
             warnings.warn(f"already forgotten: {len(missing)} of {len(names)}", stacklevel=3)
         sums = self.sums - self.add(taken.rows) if len(taken.rows) else self.sums
         return Request(names, frozenset(missing), taken.changes, sums)
 
+    def count_rows(self, ids: Iterable[object]) -> dict[bytes, int]:
+        """How many rows each identifier has, by its mark; one never learned is refused by name."""
+        names = tuple(dict.fromkeys(read_ids(ids)))
+        if self.store is None:
+            self._check_known(names)
+        store = self._get_store()
+        taken = store.take(names)
+        self._check_known(taken.missing)
+        rows = Counter(name.tobytes() for name in taken.rows["name"])
+        return {self.mark(name): rows[store.name(name)] for name in names}
+
+    def count_people(self) -> int:
+        """How many identifiers have rows."""
+        if self.store is None:
+            return 0
+        found = (self.store.read(bucket)["name"] for bucket in self.store.list_buckets())
+        return sum(1 + int((names[1:] != names[:-1]).sum()) for names in found)
+
     def forget(self, request: Request, files: Mapping[str, bytes]) -> int:
         """Commit what was planned, together with files of the head; returns how many rows went."""
-        new = {self._mark(name) for name in request.names if name not in request.already}
+        new = {self.mark(name) for name in request.names if name not in request.already}
         forgotten, before = self._forgotten | new, self.sums.rows
         marks = {"forgotten": b"".join(sorted(forgotten))} if forgotten else {}
         self._commit(request.changes, request.sums, dict(files) | marks)
@@ -230,7 +262,10 @@ class Memory:
     def writing(self) -> Generator[None]:
         """The writer's lock, with what is on disk read again if another process changed it."""
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"state {self.folder} cannot be made: {error.strerror}") from None
         with hold(self.folder, writing=True):
             self.refresh()
             yield
@@ -254,16 +289,29 @@ class Memory:
             return None
         return (self.folder / name).read_bytes()
 
+    def mark(self, name: str) -> bytes:
+        """The keyed hash by which somebody who was forgotten is known."""
+        return self._get_store().name(name, b"forgotten")
+
+    def _check_known(self, missing: Sequence[str]) -> None:
+        known = self.store is not None
+        unknown = [n for n in missing if not known or self.mark(n) not in self._forgotten]
+        if unknown:
+            more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
+
+    def _find_forgotten(self, ids: Sequence[str]) -> dict[str, bytes]:
+        if not self._forgotten:
+            return {}
+        marks = {name: self.mark(name) for name in dict.fromkeys(ids)}
+        return {name: mark for name, mark in marks.items() if mark in self._forgotten}
+
     def _get_store(self) -> Store:
         assert self.store is not None
         return self.store
 
     def _expand(self, rows: Rows) -> Block:
         return self.integers.expand(rows["features"]), self.targets.expand(rows["target"])
-
-    def _mark(self, name: str) -> bytes:
-        store = self.store
-        return bytes(NAME_BYTES) if store is None else store.name(name, b"forgotten")
 
     def _commit(self, changes: Mapping[int, Rows], sums: Sums, files: Mapping[str, bytes]) -> None:
         store = self._get_store()
@@ -311,13 +359,25 @@ class Memory:
                 if ours.get(field) != value:
                     found = ours.get(field)
                     raise InputError.of(f"{name}.{field}", found, f"{value!r}, as in {folder}")
-        self.key, self.evaluation = (folder / "key").read_bytes(), meta["evaluation"]
+        try:
+            self.key, sums = (folder / "key").read_bytes(), (folder / "sums").read_bytes()
+        except OSError as error:
+            raise CertificateError(f"state {folder} is damaged: {error}") from None
+        self.evaluation = meta["evaluation"]
         layout = Layout(meta["inputs"], self.integers.dtype.str, self.targets.columns)
         self.store = Store(layout, self.key, folder, meta["buckets"])
         self._seen = _stamp(folder / "sums")
-        self.sums = Sums.from_bytes((folder / "sums").read_bytes())
+        self.sums = Sums.from_bytes(sums)
         marks = self.read_file("forgotten") or b""
         self._forgotten = {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
+
+
+def open_memory(folder: Path) -> Memory:
+    """What a state folder remembers, by what it says about itself."""
+    meta = read_meta(folder)
+    integers = Integers(*(meta["features"][name] for name in ("bits", "lift", "seed")))
+    targets = Targets(**meta["targets"])
+    return Memory(lambda: meta["features"], integers, targets, meta["settings"], folder)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:

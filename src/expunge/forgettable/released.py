@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -25,6 +25,7 @@ from expunge.processes.weights import hash_weights
 from expunge.recipes import Execution, Recipe
 
 Weights = npt.NDArray[np.float64]
+PIECE = 4096
 
 
 class HeadModel(nn.Module):
@@ -98,15 +99,21 @@ def hash_head(weights: Weights) -> str:
     return hash_weights({"weight": torch.from_numpy(np.ascontiguousarray(weights))})
 
 
-def check_inputs(data: Any, ids: Any) -> tuple[Any, Any, list[str]]:
-    """(inputs, targets, identifiers) from a pair of arrays or a Dataset of pairs."""
-    if not isinstance(data, tuple | list):
-        pairs = [data[i] for i in range(len(data))]
-        inputs = torch.stack([torch.as_tensor(x) for x, _ in pairs])
-        data = (inputs, np.array([np.asarray(y).tolist() for _, y in pairs]))
-    if len(data) != 2 or len(data[0]) != len(data[1]):
+def check_inputs(data: Any, ids: Any) -> tuple[Iterator[tuple[Any, Any]], list[str]]:
+    """(inputs, targets) and the identifiers; a Dataset is read in pieces, arrays are one."""
+    paired = isinstance(data, tuple | list)
+    if paired and (len(data) != 2 or len(data[0]) != len(data[1])):
         raise InputError("data must be (inputs, targets) of one length, or a Dataset of such pairs")
-    names = list(read_ids(ids))
-    if len(names) != len(data[0]):
-        raise InputError.of("ids", len(names), f"one identifier per example: {len(data[0])}")
-    return data[0], data[1], names
+    names, count = list(read_ids(ids)), len(data[0]) if paired else len(data)
+    if len(names) != count:
+        raise InputError.of("ids", len(names), f"one identifier per example: {count}")
+    return iter([(data[0], data[1])] if paired else _read_pieces(data)), names
+
+
+def _read_pieces(dataset: Any) -> Iterator[tuple[Any, Any]]:
+    for start in range(0, len(dataset), PIECE):
+        pairs = [dataset[i] for i in range(start, min(start + PIECE, len(dataset)))]
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            raise InputError("data must be (inputs, targets), or a Dataset of such pairs")
+        inputs = torch.stack([torch.as_tensor(x) for x, _ in pairs])
+        yield inputs, np.array([np.asarray(y).tolist() for _, y in pairs])

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from expunge.certificates.record import Run, Statistics
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
@@ -31,8 +33,10 @@ class StatisticsHead:
     ``target_scale`` for regression. ``state`` is a folder that holds everything from the first row
     on, through crashes; it is private.
 
-    Formal guarantee: after ``forget(ids)`` digest, weights and the bytes of the store are those of
-    a head that was never given these identifiers' rows.
+    Formal guarantee: after ``forget(ids)`` digest, weights and the bytes of rows and sums are those
+    of a head that was never given these identifiers' rows. A folder gains two files by a request,
+    and nothing is computed from them: ``forgotten`` (keyed hashes of the names, to answer "already
+    forgotten") and ``released`` (the hash of the weights of the last release).
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)
@@ -139,14 +143,17 @@ class StatisticsHead:
 
 def learn_rows(memory: Memory, features: Features, data: Any, ids: Iterable[object]) -> int:
     """Integers of new examples into a memory; nothing is written where anything is refused."""
-    inputs, targets, names = check_inputs(data, ids)
+    pieces, names = check_inputs(data, ids)
     if len(names) == 0:
         return 0
-    encoded = memory.targets.encode(targets)
-    if memory.store is None:
-        memory.evaluation = features.choose_evaluation(inputs)
-    integers = features.compute(inputs, only_single=memory.evaluation == "by construction")
-    return memory.learn(integers, encoded, names)
+    integers, encoded = list[Any](), list[Any]()
+    for inputs, targets in pieces:
+        encoded.append(memory.targets.encode(targets))
+        if memory.store is None and not integers:
+            memory.evaluation = features.choose_evaluation(inputs)
+        single = memory.evaluation == "by construction"
+        integers.append(features.compute(inputs, only_single=single))
+    return memory.learn(np.concatenate(integers), np.concatenate(encoded), names)
 
 
 def describe_statistics(memory: Memory, digest: str, head: dict[str, Any]) -> Statistics:
