@@ -33,7 +33,7 @@ def solve_ridge(sums: Sums, candidates: Sequence[float], unit: float) -> tuple[W
         penalty = sums.rows * chosen * unit**2
         G[np.diag_indices_from(G)] += penalty
         try:
-            factor = linalg.cho_factor(G, lower=True, check_finite=False)
+            factor = linalg.cho_factor(G.T, lower=True, check_finite=False)
         except linalg.LinAlgError:
             raise UnlearningError(
                 f"the normal equations cannot be solved with regularisation {chosen}; "
@@ -41,7 +41,8 @@ def solve_ridge(sums: Sums, candidates: Sequence[float], unit: float) -> tuple[W
             ) from None
         V = linalg.cho_solve(factor, B, check_finite=False)
         residual = float(np.abs(G @ V - B).max(initial=0.0))
-    size = float(np.abs(G).max() * np.abs(V).max(initial=0.0) * len(G) + np.abs(B).max(initial=1.0))
+    largest = float(G.diagonal().max(initial=0.0))  # no entry of a Gram matrix is beyond
+    size = largest * float(np.abs(V).max(initial=0.0)) * len(G) + float(np.abs(B).max(initial=1.0))
     if not residual <= _WORST_RESIDUAL * size:
         raise UnlearningError(
             f"the solution leaves a residual of {residual:.1e} in the normal equations; "
