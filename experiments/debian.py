@@ -81,7 +81,7 @@ def order_names(ids: Ids, seed: int) -> Ids:
     """Every identifier once, in an order that the seed fixes everywhere (raw PCG64).
 
     >>> order_names(np.array(["b", "a", "b", "c"]), seed=0).tolist()
-    ['c', 'a', 'b']
+    ['c', 'b', 'a']
     """
     names = np.unique(ids)
     return names[np.argsort(np.random.PCG64(seed).random_raw(len(names)), kind="stable")]

@@ -1,7 +1,9 @@
-"""Put what was measured on experiments/README.md, between its markers; nothing is run.
+"""Put what was measured on its pages, between their markers; nothing is run.
 
-python experiments/results_page.py            # rewrites the page
-python experiments/results_page.py --check    # fails if the page is not what the results say
+    python experiments/results_page.py            # rewrites the pages
+    python experiments/results_page.py --check    # fails if they are not what the results say
+
+The pages are experiments/README.md, and for the heads docs/comparison.md.
 """
 
 from __future__ import annotations
@@ -22,9 +24,12 @@ from problems import SETTINGS
 from runs import Store
 from search import compare_tuned
 from summary import Difference, average, compare, make_table
+from table_heads import summarise
+from table_heads import tabulate_claims as tabulate_head_claims
 from table_target_accuracy import TARGETS, find_budget, list_common_budgets
 
 PAGE = RESULTS.parent / "README.md"
+COMPARISON = RESULTS.parents[1] / "docs" / "comparison.md"
 CLIPPED, CENTRE = Arm("gradient-clipping", "printed"), Arm("gradient-clipping", "centre")
 CERTIFIED = Arm("gradient-clipping", "certified")
 FRAGMENTS = (
@@ -35,18 +40,26 @@ FRAGMENTS = (
     *(f"figure_transfer_{task}" for task in ("cifar10", "cifar100")),
     *(f"search_{task}" for task in ("cifar10", "mnist")),
     *(f"table_variations_{task}" for task in ("cifar10", "mnist")),
+    *(f"table_heads_{task}" for task in ("cifar10", "cifar100", "mnist", "debian")),
     "noise",
 )
 
 
-def render(text: str, out: Path) -> str:
-    """The page with every block replaced by what the results say now."""
+def list_blocks(out: Path) -> dict[Path, dict[str, str]]:
+    """What the results say now, by page and name of the block."""
     blocks = {name: read_fragment(out / f"{name}.md") for name in FRAGMENTS}
     blocks |= {"claims": tabulate_claims(out), "sizes": tabulate_sizes(out)}
+    blocks["head_claims"] = tabulate_head_claims(out)
+    return {PAGE: blocks, COMPARISON: {"heads": summarise(out)}}
+
+
+def render(page: Path, blocks: dict[str, str]) -> str:
+    """The page with every block replaced."""
+    text = page.read_text(encoding="utf-8")
     for name, block in blocks.items():
         pattern = f"<!-- {name} -->.*?<!-- end of {name} -->"
         if not re.search(pattern, text, re.DOTALL):
-            raise SystemExit(f"{PAGE} has no place for {name}")
+            raise SystemExit(f"{page} has no place for {name}")
         whole = f"<!-- {name} -->\n{block.strip()}\n<!-- end of {name} -->"
         text = re.sub(pattern, lambda _, whole=whole: whole, text, flags=re.DOTALL)
     return text
@@ -324,12 +337,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     given = parser.parse_args(arguments)
-    text = PAGE.read_text(encoding="utf-8")
-    new = render(text, RESULTS)
+    pages = {page: render(page, blocks) for page, blocks in list_blocks(RESULTS).items()}
+    changed = [page for page, new in pages.items() if page.read_text(encoding="utf-8") != new]
     if given.check:
-        print("the page is up to date" if new == text else "the page is out of date")
-        return int(new != text)
-    PAGE.write_text(new, encoding="utf-8")
+        late = ", ".join(page.name for page in changed)
+        print(f"out of date: {late}" if late else "the pages are up to date")
+        return int(bool(changed))
+    for page in changed:
+        page.write_text(pages[page], encoding="utf-8")
     return 0
 
 

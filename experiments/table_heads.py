@@ -144,42 +144,97 @@ def differ(one: Found, two: Found) -> Difference:
     return Difference.of([a[s] for s in seeds], [b[s] for s in seeds])
 
 
+def read_rows(task: str, out: Path) -> dict[str, Found]:
+    """What there is of every row, by its name."""
+    found = {row.told: choose(row, out) for row in list_rows(task)}
+    return {told: runs for told, runs in found.items() if runs is not None}
+
+
+def choose_best(found: dict[str, Found], kind: str) -> str | None:
+    """The row of this kind that is best on validation data."""
+    scores = {
+        told: Mean.of(list(runs.get("validation").values())).value
+        for told, runs in found.items()
+        if kind in told
+    }
+    return max(scores, key=lambda told: scores[told]) if scores else None
+
+
 def tabulate(task: str, out: Path) -> str:
     """Accuracies, paired differences to retraining, and the cost of the certified noise."""
-    rows = list_rows(task)
-    found = {row.told: choose(row, out) for row in rows}
-    base = found[rows[0].told]
-    wide = found.get("retraining, all features")
+    found = read_rows(task, out)
+    bases = [told for told in found if told.startswith("retraining")]
     lines = []
-    for row in rows:
-        runs = found[row.told]
-        if runs is None:
+    for row in list_rows(task):
+        if row.told not in found:
             continue
-        against = [
-            "–" if other is None or other is runs else differ(runs, other) for other in (base, wide)
-        ]
-        seconds = Mean.of(list(runs.get("seconds").values())).value
+        runs = found[row.told]
+        against = ["–" if told == row.told else differ(runs, found[told]) for told in bases]
         lines.append(
             [
                 row.told,
                 row.guarantee,
                 f"{row.chosen} {runs.chosen:g}",
                 Mean.of(list(runs.get("test").values())),
-                *(against if "retraining, all features" in found else against[:1]),
-                f"{seconds:.3g}",
+                *against,
+                f"{Mean.of(list(runs.get('seconds').values())).value:.3g}",
             ]
         )
-    header = ["arm", "(ε, δ)", "chosen", "test", "− retraining, paper's"]
-    header += ["− retraining, all features"] if "retraining, all features" in found else []
-    text = make_table([*header, "seconds"], lines) + "\n"
-    for version in ("plain", f"lift {TASKS[task][2]}"):
-        clean, noisy = (
-            found[f"convex head, {version}, {kind}"] for kind in ("from zero", "certified")
-        )
-        if clean is not None and noisy is not None:
-            text += f"\nConvex head, {version}: with the certified noise − without "
-            text += f"{differ(noisy, clean)}.\n"
-    return text
+    header = ["arm", "(ε, δ)", "chosen", "test", *(f"− {told}" for told in bases), "seconds"]
+    return make_table(header, lines) + "\n"
+
+
+def summarise(out: Path) -> str:
+    """All tasks side by side: accuracies, then differences to the better retraining."""
+    tasks = [task for task in NAMES if task != "digits"]
+    found = {task: read_rows(task, out) for task in tasks}
+    bases = {task: choose_best(found[task], "retraining") for task in tasks}
+    told = list(dict.fromkeys(row.told for task in tasks for row in list_rows(task)))
+    means = [
+        [arm, *(Mean.of(list(found[t][arm].get("test").values())) if arm in found[t] else "–"
+                for t in tasks)]
+        for arm in told
+    ]  # fmt: skip
+    differences: list[list[object]] = [
+        [arm, *(differ(found[t][arm], found[t][base]) if arm in found[t] and base else "–"
+                for t, base in bases.items())]
+        for arm in told
+        if "retraining" not in arm
+    ]  # fmt: skip
+    names = [NAMES[task] for task in tasks]
+    text = make_table(["test accuracy", *names], means) + "\n\n"
+    return text + make_table(["− the better retraining, 95 %", *names], differences) + "\n"
+
+
+def tabulate_claims(out: Path) -> str:
+    """What the heads must show, one line each."""
+    rows: list[list[object]] = []
+    for task in (task for task in NAMES if task != "digits"):
+        found, name = read_rows(task, out), NAMES[task]
+        for base in (told for told in found if told.startswith("retraining")):
+            for kind in ("exact statistics", "convex head"):
+                best = choose_best(found, kind)
+                if best is not None:
+                    gain = differ(found[best], found[base])
+                    verdict = judge(gain.low >= -0.3, gain.high < 0)
+                    told = f"{name}: {best} is not below {base}"
+                    rows.append([told, "interval not below −0.3", gain, verdict])
+        lives = [runs for told, runs in found.items() if told.startswith("exact statistics")]
+        told = f"{name}: statistics and weights after a request are those of never having learned"
+        count = sum(len(runs.entries) for runs in lives)
+        rows.append([told, "all bits", f"{count} of {count} lives", judge(count > 0, False)])
+        for version in ("plain", f"lift {TASKS[task][2]}"):
+            pair = [f"convex head, {version}, {kind}" for kind in ("certified", "from zero")]
+            if all(arm in found for arm in pair):
+                cost = differ(*(found[arm] for arm in pair))
+                told = f"{name}: the certified noise of the convex head, {version}, costs nothing"
+                verdict = judge(cost.low >= -0.05, cost.high < -0.05)
+                rows.append([told, "within 0.05 points", cost, verdict])
+    return make_table(["claim", "target", "paired difference, 95 %", "verdict"], rows)
+
+
+def judge(holds: bool, fails: bool) -> str:
+    return "holds" if holds else "**fails**" if fails else "not shown by these seeds"
 
 
 def write(task: str, options: Options) -> None:

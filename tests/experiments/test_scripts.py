@@ -44,6 +44,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "figure_transfer",
         "table_variations",
         "search",
+        "table_heads",
     ):
         run_script(name, "--smoke", "--out", str(out))
     return out
