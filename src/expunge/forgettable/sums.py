@@ -69,11 +69,14 @@ class Sums:
 
     def to_bytes(self) -> bytes:
         """One triangle of G by rows, then B, little-endian: the bytes that are hashed and kept."""
+        return b"".join(self._list_parts())
+
+    def _list_parts(self) -> Iterator[bytes | memoryview]:
         p, q = self.cross.shape
-        square = self.square.to_bytes(32, "little")
-        parts = [_HEADER.pack(_MAGIC, self.rows, p, q, square)]
-        parts += [self.gram[i, i:].astype("<i8", copy=False).tobytes() for i in range(p)]
-        return b"".join([*parts, self.cross.astype("<i8", copy=False).tobytes()])
+        yield _HEADER.pack(_MAGIC, self.rows, p, q, self.square.to_bytes(32, "little"))
+        gram = self.gram.astype("<i8", copy=False)
+        yield from (gram[i, i:].data for i in range(p))
+        yield self.cross.astype("<i8").tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Sums:
@@ -93,7 +96,10 @@ class Sums:
 
     def digest(self) -> str:
         """SHA-256 of the bytes: equal on every machine."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        found = hashlib.sha256()
+        for part in self._list_parts():
+            found.update(part)
+        return found.hexdigest()
 
 
 def add_rows(
