@@ -1,61 +1,102 @@
-"""``expunge forget``: the next release of a head built to forget, from its state folder."""
+"""``expunge learn`` and ``expunge forget``: a head built to forget, its state and its releases."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expunge.cli.text import AsJson, print_json
+from expunge.cli.jobs import shorten
+from expunge.cli.text import AsJson, format_up, print_json
+
+if TYPE_CHECKING:
+    from expunge.jobs.heads import Released
 
 DELTA = 1e-5
+
+
+def learn(
+    job: Annotated[Path, typer.Argument(metavar="JOB.TOML", help="See expunge init --head.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="STATE", help="The state, which is private; default: output.dir."),
+    ] = None,
+    release: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Also write the head, with its certificate.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Learn a job's examples into a state; again, those that are new.
+
+    All of them or none, through crashes: the same command again counts nothing twice.
+    """
+    from expunge.jobs.heads import learn_job
+
+    done = learn_job(job, out=out, release=release, progress=True)
+    _warn(done.said)
+    if as_json:
+        facts = {name: getattr(done, name) for name in ("new", "examples", "people", "digest")}
+        facts |= {"state": str(done.state), "method": done.method}
+        print_json(facts | ({} if done.release is None else {"release": _list(done.release)}))
+        return
+    state, place = shorten(done.state), "" if out is None else f" --out {out}"
+    typer.echo(
+        f"{state}: {done.new:,} examples are new; it holds {done.examples:,} of "
+        f"{done.people:,} people and is private"
+    )
+    typer.echo(f"  the sums have the SHA-256 {done.digest}")
+    if done.release is None:
+        typer.echo(f"  write the model with: expunge learn {job}{place} --release release-1")
+    else:
+        _print(done.release, state)
+    typer.echo(f"  forget with: expunge forget {state} forget.txt --out release-2")
 
 
 def forget(
     state: Annotated[Path, typer.Argument(help="What learn or save wrote; it is private.")],
     names: Annotated[Path, typer.Argument(metavar="FORGET.TXT", help="One identifier per line.")],
     out: Annotated[Path, typer.Option(help="A new directory for the release.")] = Path("release"),
+    column: Annotated[
+        str | None, typer.Option(help="The column of a CSV or Parquet file of identifiers.")
+    ] = None,
     epsilon: Annotated[
         float | None, typer.Option(help="Convex heads: start from what is kept, with noise.")
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="Of the certificate; default: 1e-5.")] = None,
+    delta: Annotated[float, typer.Option(help="Of the certificate.")] = DELTA,
     as_json: AsJson = False,
 ) -> None:
-    """Forget, certify and release: model, certificate, record and report in OUT."""
-    from expunge.certificates.certificate import Certificate, certify
-    from expunge.errors import InputError
-    from expunge.files import write_atomic
-    from expunge.forgettable.convex import ConvexHead
-    from expunge.forgettable.loading import load
-    from expunge.jobs.data import read_ids
-    from expunge.jobs.directory import write_run
+    """Forget, certify and release: model, certificate, record and report in OUT.
 
-    head, ids = load(state), read_ids(names)
-    if out.exists():
-        raise InputError.of("--out", str(out), "a directory that is not there yet")
-    last = state / "certificate.json"
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        if epsilon is None:
-            run = head.forget(ids)
-        elif isinstance(head, ConvexHead):
-            run = head.forget(ids, epsilon=epsilon, delta=delta or DELTA)
-        else:
-            raise InputError.of("--epsilon", epsilon, "left out: this head forgets exactly")
-    parent = Certificate.load(last) if last.exists() else None
-    if parent is not None and parent.weights.after != run.record.weights_before:
-        parent = None
-    certificate = certify(run.record, delta=delta or DELTA, parent=parent)
-    write_run(out, model=run.model, record=run.record, certificate=certificate)
-    write_atomic(last, certificate.to_bytes())
+    After a crash the same command again goes on where it stood.
+    """
+    from expunge.jobs.data import read_ids
+    from expunge.jobs.heads import release_state
+
+    done = release_state(state, out, read_ids(names, column), epsilon=epsilon, delta=delta)
     if as_json:
-        print_json(certificate.model_dump(mode="json"))
-        return
-    for warning in said:
-        typer.echo(str(warning.message))
+        print_json(_list(done))
+    else:
+        _print(done, state)
+
+
+def _list(done: Released) -> dict[str, Any]:
+    facts = {"directory": str(done.directory), "examples": done.examples, "said": list(done.said)}
+    facts |= {} if done.test is None else {"test": done.test}
+    return facts | {"certificate": done.certificate.model_dump(mode="json")}
+
+
+def _print(done: Released, state: Path) -> None:
+    found = done.certificate
+    _warn(done.said)
+    scored = "" if done.test is None else f"; test {100 * done.test:.1f} %"
     typer.echo(
-        f"{out}: epsilon = {certificate.epsilon:.6g}, delta = {certificate.delta:.6g}; "
-        f"{len(head)} examples remain"
+        f"{done.directory}: epsilon = {format_up(found.epsilon, 6)}, delta = {found.delta:g}; "
+        f"{done.examples:,} examples remain{scored}"
     )
+    typer.echo(f"  check it with: expunge verify {done.directory} [--store {state}]")
+
+
+def _warn(said: tuple[str, ...]) -> None:
+    for sentence in said:
+        typer.echo(f"  {sentence}", err=True)

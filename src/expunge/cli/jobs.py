@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from expunge.jobs.many import Outcome, Pool
     from expunge.jobs.run import Finished
 
-Kind = Literal["plain", "lora"]
+Kind = Literal["plain", "lora", "head"]
 TEMPLATES = Path(__file__).parent / "templates"
 FILES = {"job.toml": "job.toml", "own.py": "own.py.txt", "forget.txt": "forget.txt"}
 TO_DO = {"finished": "done before", "unfinished": "to go on with", "new": "to do"}
@@ -97,11 +97,18 @@ def init(
     lora: Annotated[
         bool, typer.Option("--lora", help="For a Hugging Face model with a LoRA adapter.")
     ] = False,
+    head: Annotated[
+        bool, typer.Option("--head", help="For a head built to forget on a public network.")
+    ] = False,
 ) -> None:
     """Write job.toml, own.py and forget.txt: commented, running as they are, yours to change."""
-    for path in write_template(folder, "lora" if lora else "plain"):
+    if lora and head:
+        raise InputError("--lora and --head are two kinds of job; name one of them")
+    for path in write_template(folder, "lora" if lora else "head" if head else "plain"):
         typer.echo(path)
-    typer.echo(f"next: cd {folder} && python own.py && expunge unlearn job.toml", err=True)
+    then = "learn job.toml --release release-1" if head else "unlearn job.toml"
+    made = "" if head else "python own.py && "
+    typer.echo(f"next: cd {folder} && {made}expunge {then}", err=True)
 
 
 def _preview(job: Path, out: Path | None, as_json: bool) -> None:
@@ -143,9 +150,7 @@ def _print_finished(done: Finished, as_json: bool) -> None:
         facts = {"directory": str(done.directory), "metrics": done.metrics}
         print_json(facts | {"certificate": certificate.model_dump(mode="json")})
         return
-    here = Path.cwd()
-    below = done.directory.is_relative_to(here)
-    shown = done.directory.relative_to(here) if below else done.directory
+    shown = shorten(done.directory)
     typer.echo(
         f"{shown}: epsilon = {format_up(certificate.epsilon, 6)}, "
         f"delta = {certificate.delta:g}, compared to {certificate.compared_to}"
@@ -156,6 +161,11 @@ def _print_finished(done: Finished, as_json: bool) -> None:
     for warning in certificate.warnings:
         typer.echo(f"  {warning}")
     typer.echo(f"  check it with: expunge verify {shown}")
+
+
+def shorten(path: Path) -> Path:
+    """A path as it is typed here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def _follows() -> bool:

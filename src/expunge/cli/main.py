@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from expunge.cli import doctor, heads, jobs
 from expunge.cli.text import AsJson, ComparedTo, print_json
-from expunge.errors import ExpungeError
+from expunge.errors import ExpungeError, InputError
 
 RECIPES = ("account", "calibrate")  # their options need the recipes, and so numpy
 
@@ -57,7 +57,10 @@ def options(
 def plan(
     epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
     delta: Annotated[float, typer.Option(help="Target delta.")],
-    parameters: Annotated[int, typer.Option(help="Number of certified parameters.")],
+    parameters: Annotated[int | None, typer.Option(help="Number of certified parameters.")] = None,
+    job: Annotated[
+        Path | None, typer.Option(help="A job that has them, and maybe a better route.")
+    ] = None,
     scale: Annotated[float | None, typer.Option(help="Noise to be left in each weight.")] = None,
     steps: Annotated[int, typer.Option(help="Noisy steps of the iterative methods.")] = 10,
     learning_rate: Annotated[float, typer.Option(help="γ of the noisy steps.")] = 0.01,
@@ -69,8 +72,22 @@ def plan(
     """Recipes of each method for a target, their cost, and what could survive."""
     from expunge.accounting.planning import plan as make_plan
     from expunge.accounting.planning import plan_to_dict
-    from expunge.cli.text import print_plan
+    from expunge.cli.text import print_plan, print_routes
+    from expunge.files import to_plain
 
+    setting = None
+    if job is not None:
+        from expunge.jobs.routes import read_setting
+
+        setting = read_setting(job)
+        parameters = setting.parameters
+    elif parameters is None:
+        raise InputError("Missing option '--parameters'; give it, or --job")
+    routes = [] if setting is None else to_plain(setting.routes)
+    if setting is not None and parameters is None:
+        print_json({"routes": routes}) if as_json else print_routes(setting)
+        return
+    assert parameters is not None
     found = make_plan(
         epsilon=epsilon,
         delta=delta,
@@ -82,7 +99,12 @@ def plan(
         batch_size=batch_size,
         compared_to=cast(Any, compared_to),
     )
-    print_json(plan_to_dict(found)) if as_json else print_plan(found)
+    if as_json:
+        print_json(plan_to_dict(found) | ({"routes": routes} if routes else {}))
+        return
+    print_plan(found)
+    if setting is not None:
+        print_routes(setting)
 
 
 CertificatePath = Annotated[
@@ -165,7 +187,7 @@ def demo(
     run_demo(out)
 
 
-for command in (jobs.unlearn, jobs.init, heads.forget, doctor.doctor):
+for command in (jobs.unlearn, jobs.init, heads.learn, heads.forget, doctor.doctor):
     app.command()(command)
 
 

@@ -13,6 +13,7 @@ import typer
 if TYPE_CHECKING:
     from expunge.accounting.planning import Plan
     from expunge.jobs.prepare import Preview
+    from expunge.jobs.routes import Setting
     from expunge.recipes import Guarantee, Recipe
 
 ComparedTo = Annotated[str, typer.Option(help="retrained or centre.")]
@@ -161,6 +162,19 @@ def print_plan(found: Plan) -> None:
         if values:
             _echo(f"  {candidate.method}: " + ", ".join(values))
     _echo("\n" + found.advice)
+
+
+def print_routes(found: Setting) -> None:
+    """The routes of a public frozen network, and the next command."""
+    if found.routes:
+        _echo("\nThe network is public and frozen, so a head built to forget is open to you:")
+        for route in found.routes:
+            _echo(f"  {route.name}: {route.guarantee}; keeps {route.keeps}")
+            _echo(f"    a request costs {route.costs}; it asks for {route.asks_for}")
+        _echo(
+            "An old head that was trained otherwise is learned anew, once, from the data that remain."
+        )
+    _echo(f"next: {found.next}")
 
 
 def _echo(text: str) -> None:

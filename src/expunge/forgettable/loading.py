@@ -1,17 +1,23 @@
-"""A state folder as the head that wrote it."""
+"""A state folder as the head that wrote it, and a release as a module that predicts."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
+from expunge.certificates.certificate import Certificate
+from expunge.errors import CertificateError, InputError
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
 from expunge.forgettable.memory import read_meta
+from expunge.forgettable.released import HeadModel
 from expunge.forgettable.statistics import StatisticsHead
 from expunge.forgettable.tangent import TangentFeatures
+from expunge.processes.weights import hash_weights
 
 Head = StatisticsHead | ConvexHead
 
@@ -41,6 +47,37 @@ def load(path: str | Path, network: nn.Module | None = None) -> Head:
     if settings.pop("head") == "exact-statistics":
         return StatisticsHead(features, regularisation=settings["regularisation"], **given)
     return ConvexHead(features, **settings, **given)
+
+
+def load_model(path: str | Path, network: nn.Module | None = None) -> HeadModel:
+    """The module of a release directory: public features, then the released weights.
+
+    A release holds the head alone. ``network`` is the public one that its certificate names by its
+    hash; it is not needed where the inputs are vectors.
+
+    >>> load_model("/nowhere")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.CertificateError: certificate /nowhere/certificate.json is not a file that can...
+    """
+    folder = Path(path)
+    certificate = Certificate.load(folder / "certificate.json")
+    if certificate.statistics is None:
+        raise InputError.of("path", str(folder), "a release of a statistics or convex head")
+    told, head = dict(certificate.statistics.features), certificate.statistics.head
+    told.pop("evaluation")
+    try:
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CertificateError(f"{folder}/model.safetensors cannot be read: {error}") from None
+    if hash_weights(tensors) != certificate.weights.after:
+        raise CertificateError(f"{folder}/model.safetensors is not what its certificate is about")
+    features, weights = _make_features(told, network), tensors["weight"].numpy()
+    if features.describe() != told:
+        found, named = features.describe()["network"], told["network"]
+        raise InputError.of("network", found, f"the one with the hash {named}, as certified")
+    unit = features.integers.unit(len(weights) - features.integers.lift - 1)
+    return HeadModel(features, weights, unit, float(head.get("target_scale", 1.0))).eval()
 
 
 def _make_features(description: dict[str, Any], network: nn.Module | None) -> Features:

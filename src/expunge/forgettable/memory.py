@@ -30,12 +30,13 @@ from expunge.forgettable.store import (
     Store,
     create_folder,
     hold,
+    holds_store,
     write_together,
 )
-from expunge.forgettable.sums import Sums, add_rows, check_room
+from expunge.forgettable.sums import Sums, add_blocks, check_room
 
 FORMAT = "expunge-state-1"
-BLOCK = 8192
+BLOCK = 8320
 Whole = npt.NDArray[np.int64]
 Block = tuple[npt.NDArray[np.float32], Whole]
 
@@ -132,11 +133,9 @@ class Memory:
         self.store: Store | None = None
         self.sums = Sums.empty(0, targets.width)
         self.evaluation = "by construction"
-        self._forgotten: set[bytes] = set()
+        self.forgotten: set[bytes] = set()
         self._seen: object = None
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise InputError.of("state", str(folder), "a folder, not a file")
-        if folder is not None and folder.is_dir():
+        if folder is not None and holds_store(folder):
             with hold(folder, writing=False):
                 self.refresh()
 
@@ -166,10 +165,10 @@ class Memory:
                     f"such as {', '.join(map(repr, list(back)[:3]))}",
                     stacklevel=4,
                 )
-            forgotten = self._forgotten.difference(back.values())
+            forgotten = self.forgotten.difference(back.values())
             files = {"forgotten": b"".join(sorted(forgotten))} if back else {}
             self._commit(changes, self.sums + self.add(fresh), files)
-            self._forgotten = forgotten
+            self.forgotten = forgotten
             return len(fresh)
 
     def plan(self, ids: Iterable[object]) -> Request:
@@ -207,26 +206,24 @@ class Memory:
     def forget(self, request: Request, files: Mapping[str, bytes]) -> int:
         """Commit what was planned, together with files of the head; returns how many rows went."""
         new = {self.mark(name) for name in request.names if name not in request.already}
-        forgotten, before = self._forgotten | new, self.sums.rows
+        forgotten, before = self.forgotten | new, self.sums.rows
         marks = {"forgotten": b"".join(sorted(forgotten))} if forgotten else {}
         self._commit(request.changes, request.sums, dict(files) | marks)
-        self._forgotten = forgotten
+        self.forgotten = forgotten
         return before - request.sums.rows
 
     def add(self, rows: Rows, block: int = 0) -> Sums:
         """S of stored rows."""
-        found = Sums.empty(self.sums.gram.shape[0], self.targets.width)
-        for start in range(0, len(rows), BLOCK):
-            phi, t = self._expand(rows[start : start + BLOCK])
-            found = found + add_rows(phi, t, self.integers.largest, block)
-        return found
+        cut = range(0, len(rows), BLOCK)
+        return self._add((self._expand(rows[start : start + BLOCK]) for start in cut), block)
 
     def add_all(self, block: int = 0) -> Sums:
         """S of everything that is held, from the rows: what ``sums`` must be."""
-        found = Sums.empty(self.sums.gram.shape[0], self.targets.width)
-        for phi, t in self.read_blocks():
-            found = found + add_rows(phi, t, self.integers.largest, block)
-        return found
+        return self._add(self.read_blocks(), block)
+
+    def _add(self, blocks: Iterable[Block], block: int) -> Sums:
+        shape = self.sums.gram.shape[0], self.targets.width
+        return add_blocks(blocks, self.integers.largest, shape, block)
 
     def read_blocks(
         self, replaced: Mapping[int, Rows] | None = None, length: int = BLOCK
@@ -253,7 +250,7 @@ class Memory:
         folder.mkdir(parents=True, exist_ok=True)
         with hold(folder, writing=True):
             self._prepare(folder, self.store.layout.inputs)
-            marks = b"".join(sorted(self._forgotten))
+            marks = b"".join(sorted(self.forgotten))
             extra = dict(files) | ({"forgotten": marks} if marks else {})
             copy = Store(self.store.layout, self.key, folder, self.store.buckets)
             copy.apply(buckets, extra | {"sums": self.sums.to_bytes()})
@@ -295,16 +292,16 @@ class Memory:
 
     def _check_known(self, missing: Sequence[str]) -> None:
         known = self.store is not None
-        unknown = [n for n in missing if not known or self.mark(n) not in self._forgotten]
+        unknown = [n for n in missing if not known or self.mark(n) not in self.forgotten]
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
             raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
 
     def _find_forgotten(self, ids: Sequence[str]) -> dict[str, bytes]:
-        if not self._forgotten:
+        if not self.forgotten:
             return {}
         marks = {name: self.mark(name) for name in dict.fromkeys(ids)}
-        return {name: mark for name, mark in marks.items() if mark in self._forgotten}
+        return {name: mark for name, mark in marks.items() if mark in self.forgotten}
 
     def _get_store(self) -> Store:
         assert self.store is not None
@@ -369,7 +366,7 @@ class Memory:
         self._seen = _stamp(folder / "sums")
         self.sums = Sums.from_bytes(sums)
         marks = self.read_file("forgotten") or b""
-        self._forgotten = {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
+        self.forgotten = {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
 
 
 def open_memory(folder: Path) -> Memory:

@@ -44,6 +44,7 @@ Words = npt.NDArray[np.uint64]
 NAME_BYTES = 16
 BUCKETS = 256
 _FEW_FILES = 8
+_AT_FIRST = {"lock", "working", "rows", "journal"}
 _THREADS = 4  # a disk answers several at once
 
 
@@ -226,9 +227,26 @@ def _list_runs(values: npt.NDArray[np.int64]) -> Iterator[tuple[int, tuple[int, 
         yield int(values[start]), (int(start), int(stop))
 
 
+def holds_store(folder: Path) -> bool:
+    """Whether there is a store, or what a kill left of one; a folder of anything else is refused.
+
+    >>> holds_store(Path("/nowhere"))
+    False
+    """
+    if not folder.exists():
+        return False
+    if not folder.is_dir():
+        raise InputError.of("state", str(folder), "a folder, not a file")
+    found = {path.name for path in folder.iterdir()}
+    started = (folder / "journal/ready").exists()
+    if not started and "meta.json" not in found and found - _AT_FIRST:
+        raise InputError.of("state", str(folder), "a new or empty folder, or a store")
+    return bool(found)
+
+
 def create_folder(folder: Path) -> None:
     """The empty folders of a store; what holds anything else already is refused."""
-    if {path.name for path in folder.iterdir()} - {"lock", "working", "rows", "journal"}:
+    if {path.name for path in folder.iterdir()} - _AT_FIRST:
         raise InputError.of("state", str(folder), "a new or empty folder, or a store")
     for name in ("rows", "journal"):
         (folder / name).mkdir(exist_ok=True)

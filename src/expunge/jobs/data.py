@@ -123,6 +123,32 @@ def split_data(loaded: object, forget: Iterable[str], forgotten: Iterable[str] =
     >>> splits.retain.ids, splits.forget.ids, splits.test
     (('a', 'c'), ('b', 'b'), None)
     """
+    train, ids, test, collate = open_data(loaded)
+    wanted = set(map(normalise, forget))
+    leaving = wanted.union(map(normalise, forgotten))
+    unknown = sorted(wanted.difference(ids))
+    if unknown:
+        raise InputError(
+            f"data.forget names {len(unknown)} unknown samples, the first is {unknown[0]!r}; each "
+            f"must be one of the identifiers of the {len(ids)} training samples, such as {ids[0]!r}"
+        )
+    kept = tuple(i for i, name in enumerate(ids) if name not in leaving)
+    gone = tuple(i for i, name in enumerate(ids) if name in wanted)
+    if not kept or not gone:
+        raise InputError(
+            f"data.forget names {len(gone)} of the {len(gone) + len(kept)} samples that are left; "
+            "at least one must be forgotten and at least one kept"
+        )
+    everything = tuple(range(0 if test is None else count_samples(test, "data.load: test")))
+    return Splits(
+        retain=Split(train, kept, tuple(ids[i] for i in kept), collate),
+        forget=Split(train, gone, tuple(ids[i] for i in gone), collate),
+        test=None if test is None else Split(test, everything, (), collate),
+    )
+
+
+def open_data(loaded: object) -> tuple[Any, list[str], Any, Collate | None]:
+    """What a job's ``load()`` returned: train, one identifier per sample, test and collate."""
     if not isinstance(loaded, Mapping) or "train" not in loaded:
         raise InputError(
             f"data.load returned a {type(loaded).__name__}; it must return a mapping with the key "
@@ -134,30 +160,9 @@ def split_data(loaded: object, forget: Iterable[str], forgotten: Iterable[str] =
         raise InputError(
             f"data.load returned the key {unknown[0]!r}; it may have train, ids, test and collate"
         )
-    train, collate, test = data["train"], data.get("collate"), data.get("test")
-    count = _count(train, "data.load: train")
-    ids = _list_ids(data.get("ids"), train, count)
-    wanted = set(map(normalise, forget))
-    leaving = wanted.union(map(normalise, forgotten))
-    unknown = sorted(wanted.difference(ids))
-    if unknown:
-        raise InputError(
-            f"data.forget names {len(unknown)} unknown samples, the first is {unknown[0]!r}; each "
-            f"must be one of the identifiers of the {count} training samples, such as {ids[0]!r}"
-        )
-    kept = tuple(i for i, name in enumerate(ids) if name not in leaving)
-    gone = tuple(i for i, name in enumerate(ids) if name in wanted)
-    if not kept or not gone:
-        raise InputError(
-            f"data.forget names {len(gone)} of the {len(gone) + len(kept)} samples that are left; "
-            "at least one must be forgotten and at least one kept"
-        )
-    everything = tuple(range(0 if test is None else _count(test, "data.load: test")))
-    return Splits(
-        retain=Split(train, kept, tuple(ids[i] for i in kept), collate),
-        forget=Split(train, gone, tuple(ids[i] for i in gone), collate),
-        test=None if test is None else Split(test, everything, (), collate),
-    )
+    train = data["train"]
+    ids = _list_ids(data.get("ids"), train, count_samples(train, "data.load: train"))
+    return train, ids, data.get("test"), data.get("collate")
 
 
 def find_tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
@@ -202,7 +207,7 @@ def make_loader(
     )
 
 
-def _count(dataset: Any, what: str) -> int:
+def count_samples(dataset: Any, what: str) -> int:
     """The number of samples; a data set without one cannot be parted by identifiers."""
     pair = find_tensors(dataset)
     if pair is not None:

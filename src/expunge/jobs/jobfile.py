@@ -19,11 +19,15 @@ from pydantic import BaseModel, ValidationError
 from expunge.errors import ExpungeError, InputError, UnlearningError
 from expunge.jobs.methods import make_recipe, settle
 from expunge.jobs.tables import (
+    HEAD_TABLES,
+    HEADS,
     LOSSES,
     NAMES,
     TABLES,
+    ConvexTable,
     DataTable,
     FinetuneTable,
+    HeadJob,
     Job,
     MethodTable,
     ModelTable,
@@ -68,6 +72,26 @@ class JobFile:
         return self.locate(self.job.output.dir) if out is None else Path(out)
 
 
+@dataclass(frozen=True)
+class HeadJobFile:
+    """A valid job of a head built to forget, and where it stands."""
+
+    path: Path
+    job: HeadJob
+
+    @property
+    def folder(self) -> Path:
+        return self.path.absolute().parent
+
+    def locate(self, name: str) -> Path:
+        """A path of the job file as one that can be opened from here."""
+        return self.folder / Path(name).expanduser()
+
+    def find_state(self, out: str | Path | None) -> Path:
+        """The state folder: ``out``, else the job's own ``output.dir``."""
+        return self.locate(self.job.output.dir) if out is None else Path(out)
+
+
 def read_job(path: str | Path) -> JobFile:
     """The job of a file; one error names all mistakes, each with its line and key.
 
@@ -76,6 +100,52 @@ def read_job(path: str | Path) -> JobFile:
     ...
     expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
     """
+    file, text, data = _parse(path)
+    if (name := _name_method(data)) in HEADS:
+        raise InputError(f"{file} is a job for expunge learn: its method is {name!r}")
+    tables, mistakes = _validate(data, TABLES, Job)
+    mistakes += _check_method(data.get("method"), tables)
+    mistakes += _check_choices(tables)
+    mistakes += _check_paths(Job.model_construct(**tables), file.absolute().parent)
+    if mistakes:
+        raise join_mistakes(file, text, mistakes)
+    return JobFile(file, Job.model_validate(tables))
+
+
+def read_head_job(path: str | Path) -> HeadJobFile:
+    """The job of a file for ``expunge learn``; one error names all mistakes."""
+    file, text, data = _parse(path)
+    name = _name_method(data)
+    if name in NAMES:
+        raise InputError(f"{file} is a job for expunge unlearn: its method is {name!r}")
+    kinds = dict(HEAD_TABLES)
+    if name == "convex-head":
+        kinds["method"] = ConvexTable
+    tables, mistakes = _validate(data, kinds, HeadJob)
+    model, features = tables.get("model"), tables.get("features")
+    needing = {("model", "weights"): model and model.weights is not None,
+               ("features", "tangent"): features and features.tangent is not None}  # fmt: skip
+    for key, given in needing.items():
+        if given and (model is None or model.build is None):
+            mistakes.append((key, f"{'.'.join(key)} is given, so model.build must be too"))
+    mistakes += _check_paths(HeadJob.model_construct(**tables), file.absolute().parent)
+    if mistakes:
+        raise join_mistakes(file, text, mistakes)
+    return HeadJobFile(file, HeadJob.model_validate(tables))
+
+
+def find_method(path: str | Path) -> object:
+    """The name of the method in a job file, whatever else is in it."""
+    return _name_method(_parse(path)[2])
+
+
+def _name_method(data: Mapping[str, Any]) -> object:
+    method = data.get("method")
+    return cast(Mapping[str, Any], method).get("name") if isinstance(method, Mapping) else None
+
+
+def _parse(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
+    """A job file, its text and its tables."""
     file = Path(path)
     try:
         raw = file.read_bytes()
@@ -88,13 +158,7 @@ def read_job(path: str | Path) -> JobFile:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"job file {file} is not valid TOML: {error}") from None
-    tables, mistakes = _validate(data)
-    mistakes += _check_method(data.get("method"), tables)
-    mistakes += _check_choices(tables)
-    mistakes += _check_paths(Job.model_construct(**tables), file.absolute().parent)
-    if mistakes:
-        raise join_mistakes(file, text, mistakes)
-    return JobFile(file, Job.model_validate(tables))
+    return file, text, data
 
 
 def join_mistakes(path: Path, text: str, mistakes: Iterable[Mistake]) -> InputError:
@@ -151,7 +215,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else "it may have " + ", ".join(names)
 
 
-def list_files(job: Job) -> list[tuple[Key, str]]:
+def list_files(job: Job | HeadJob) -> list[tuple[Key, str]]:
     """Every file that a job reads as data, by the key that names it."""
     found = list[tuple[Key, str]]()
     for key in FILE_KEYS:
@@ -163,20 +227,22 @@ def list_files(job: Job) -> list[tuple[Key, str]]:
     return found
 
 
-def _validate(data: dict[str, Any]) -> tuple[dict[str, Any], list[Mistake]]:
+def _validate(
+    data: dict[str, Any], kinds: Mapping[str, type[BaseModel]], whole: type[BaseModel]
+) -> tuple[dict[str, Any], list[Mistake]]:
     """The tables that are valid by themselves, and what is wrong with the others."""
     made, mistakes = dict[str, Any](), list[Mistake]()
     for name in data:
-        if name not in TABLES:
-            hint = suggest(name, TABLES)
+        if name not in kinds:
+            hint = suggest(name, kinds)
             mistakes.append(((name,), f"[{name}] is not a table of a job; {hint}"))
-    for name, kind in TABLES.items():
+    for name, kind in kinds.items():
         if name in data:
             try:
                 made[name] = kind.model_validate(data[name])
             except ValidationError as error:
                 mistakes += [_describe(name, kind, item) for item in error.errors()]
-        elif Job.model_fields[name].is_required():
+        elif whole.model_fields[name].is_required():
             mistakes.append(((), f"[{name}] is missing; a job needs it"))
     return made, mistakes
 
@@ -264,7 +330,7 @@ def _check_choices(tables: Mapping[str, Any]) -> Iterator[Mistake]:
         yield ("finetune", "momentum"), said
 
 
-def _check_paths(job: Job, folder: Path) -> Iterator[Mistake]:
+def _check_paths(job: Job | HeadJob, folder: Path) -> Iterator[Mistake]:
     """Every file that the job reads is there, and so is the home of every function."""
     for key, file in list_files(job):
         if not (folder / Path(file).expanduser()).is_file():

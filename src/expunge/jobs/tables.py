@@ -177,3 +177,86 @@ TABLES: Mapping[str, type[Table]] = {
     "output": OutputTable,
     "processes": ProcessesTable,
 }
+
+
+HEADS = ("statistics-head", "convex-head")
+_NAME = "one of " + ", ".join(HEADS)
+_CLASSES = "a whole number >= 2: targets are 0 … classes - 1"
+_OUTPUTS = "a whole number >= 1 in place of classes: targets are so many numbers"
+_SCALE = f"{_POSITIVE}: targets are kept as round(target_scale · target)"
+
+
+class HeadModelTable(Table):
+    """``build()`` returns the public network; without it the inputs are vectors already."""
+
+    build: Function | None = _key(_FUNCTION, None)
+    weights: Weights | None = _key(
+        "the path of a .safetensors, .index.json, .pt, .pth or .bin file", None
+    )
+    device: Text | None = _key("the name of a torch device", None)
+
+
+class HeadDataTable(Table):
+    """``load()`` returns ``{"train": …, "ids": …, "test": …}``: what is to be learned."""
+
+    load: Function
+
+
+class FeaturesTable(Table):
+    """From the network's outputs to whole numbers: public, and the same for ever."""
+
+    bits: int = _key("a whole number from 4 to 12", 8)
+    lift: int = _key("a whole number >= 0: random features from the seed, beside the others", 0)
+    seed: str = _key("a public text", "")
+    tangent: Count | None = _key(f"{_COUNT}: gradients projected to so many features", None)
+    parameters: list[Text] = _key("a list of names and patterns, with tangent", ["*"])
+    batch_size: Count = 32
+
+
+class StatisticsTable(Table):
+    """The keywords of :class:`expunge.StatisticsHead`."""
+
+    name: Literal["statistics-head"] = _key(_NAME)
+    classes: int | None = _key(_CLASSES, None)
+    outputs: int = _key(_OUTPUTS, 0)
+    target_scale: float = _key(_SCALE, 1.0)
+    regularisation: Positive | list[Positive] = _key(
+        f"{_POSITIVE}, or several to choose among by cross-validation", 1e-4
+    )
+
+
+class ConvexTable(Table):
+    """The keywords of :class:`expunge.ConvexHead`."""
+
+    name: Literal["convex-head"] = _key(_NAME)
+    classes: int | None = _key(_CLASSES, None)
+    outputs: int = _key(_OUTPUTS, 0)
+    target_scale: float = _key(_SCALE, 1.0)
+    weight_decay: Positive = 1e-5
+    tolerance: Positive = 1e-9
+    loss: Text = _key("one of softmax, logistic, squared-hinge, poisson", "softmax")
+
+
+class StateTable(Table):
+    """Where the state goes; it is private."""
+
+    dir: Text = _key("the path of a directory", "state")
+
+
+class HeadJob(Table):
+    """A whole job for ``expunge learn``."""
+
+    data: HeadDataTable
+    method: StatisticsTable | ConvexTable
+    model: HeadModelTable = HeadModelTable.model_validate({})
+    features: FeaturesTable = FeaturesTable.model_validate({})
+    output: StateTable = StateTable.model_validate({})
+
+
+HEAD_TABLES: Mapping[str, type[Table]] = {
+    "model": HeadModelTable,
+    "data": HeadDataTable,
+    "features": FeaturesTable,
+    "method": StatisticsTable,
+    "output": StateTable,
+}
