@@ -1,4 +1,7 @@
-"""``make bench``: one table, and benchmarks/results/latest.json. Name suites to run only those."""
+"""``make bench``: one table, and benchmarks/results/latest.json, written suite by suite.
+
+Name suites to measure only those (``--only heads`` or ``heads``); the rows of the others stay.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,14 @@ SUITES = (
     "audit",
     "distributed",
     "figures",
+    "heads",
 )
+RESULTS = "results/latest.json"
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
     console = Console()
+    names = [name for name in arguments if name != "--only"]
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     for name in names or SUITES:
@@ -45,8 +51,7 @@ def main(names: list[str]) -> int:
             failed.append(name)
             continue
         rows += [{"suite": name} | row for row in found]
-        if not names:
-            write(rows)
+        write([*keep(names), *rows])
         console.print(f"  {time.monotonic() - started:.0f} s")
     console.print(tabulate(rows))
     if failed:
@@ -54,10 +59,17 @@ def main(names: list[str]) -> int:
     return len(failed)
 
 
+def keep(names: list[str]) -> list[dict[str, Any]]:
+    """Where only some suites are measured, the rows of the others."""
+    path = HERE / RESULTS
+    known = json.loads(path.read_text())["ratios"] if names and path.exists() else []
+    return [row for row in known if row["suite"] not in names]
+
+
 def write(rows: list[dict[str, Any]]) -> None:
     """What is measured so far; a suite that fails later takes nothing away."""
     machine = {"python": platform.python_version(), "cores": os.cpu_count()}
-    target_file = HERE / "results" / "latest.json"
+    target_file = HERE / RESULTS
     target_file.parent.mkdir(exist_ok=True)
     target_file.write_text(json.dumps({"machine": machine, "ratios": rows}, indent=1) + "\n")
 

@@ -28,3 +28,21 @@ def test_a_suite_that_fails_takes_no_row_away(
     told = capsys.readouterr().out
     assert "no such processor" in told
     assert "failed: second" in told
+
+
+def test_one_suite_keeps_the_rows_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, ratio in {"first": 1.0, "second": 2.0}.items():
+        rows = [{"name": "this / that", "ratio": ratio}]
+        monkeypatch.setitem(
+            sys.modules, f"benchmarks.{name}", SimpleNamespace(run=lambda rows=rows: rows)
+        )
+    monkeypatch.setattr(run, "SUITES", ("first", "second"))
+    monkeypatch.setattr(run, "HERE", tmp_path)
+    assert run.main([]) == 0
+    changed = SimpleNamespace(run=lambda: [{"name": "this / that", "ratio": 3.0}])
+    monkeypatch.setitem(sys.modules, "benchmarks.first", changed)
+    assert run.main(["--only", "first"]) == 0
+    found = json.loads((tmp_path / "results" / "latest.json").read_text())["ratios"]
+    assert [(row["suite"], row["ratio"]) for row in found] == [("second", 2.0), ("first", 3.0)]
