@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from expunge.accounting.guarantee import check_delta
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.identifiers import commit
 from expunge.certificates.record import Run
@@ -131,6 +132,7 @@ def release_state(
     head = load(folder, network)
     if epsilon is not None and not isinstance(head, ConvexHead):
         raise InputError.of("--epsilon", epsilon, "left out: this head forgets exactly")
+    check_delta(delta)
     with _working(folder):
         done = _recover(folder)
         memory, last = open_memory(folder), folder / "certificate.json"
@@ -141,6 +143,7 @@ def release_state(
             if written.statistics is not None and written.statistics.digest == head.digest():
                 return Released(Path(out), written, len(head), ("it was written before",))
         check_free(target)
+        parent = Certificate.load(last) if last.exists() else None
         people = {mark: rows or pending.people.get(mark, 0) for mark, rows in counts.items()}
         asked = replace(pending, people=pending.people | people, named=list(counts))
         asked.write(folder)
@@ -150,7 +153,6 @@ def release_state(
         except ExpungeError:
             pending.write(folder)
             raise
-        parent = Certificate.load(last) if last.exists() else None
         record = replace(
             run.record,
             forget=commit(ids, samples=sum(people.values())) if ids else None,

@@ -241,7 +241,7 @@ def _validate(
             try:
                 made[name] = kind.model_validate(data[name])
             except ValidationError as error:
-                mistakes += [_describe(name, kind, item) for item in error.errors()]
+                mistakes += dict.fromkeys(_describe(name, kind, item) for item in error.errors())
         elif whole.model_fields[name].is_required():
             mistakes.append(((), f"[{name}] is missing; a job needs it"))
     return made, mistakes
