@@ -67,6 +67,12 @@ def bend(loss: Loss, state: Array, z: Array) -> Array:
     return state * z
 
 
+def add_curvature(loss: Loss, state: Array) -> Array:
+    """Σ C_i of a block: ∂²ℓ/∂z² is diag(p) - p pᵀ for softmax, diagonal for the others."""
+    total = np.diag(state.sum(axis=0))
+    return total - state.T @ state if loss == "softmax" else total
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What the error of a float64 gradient depends on.

@@ -1,9 +1,15 @@
 """Newton's method with conjugate gradients for F(W) = (1/n) Σ ℓ(φ_i W/U, t_i) + (m/2)‖W‖².
 
 Gradients are float64 over whole-number features; directions need not be exact and use float32.
-The preconditioner is ``c_k G/(n U²) + m`` for output k, where G is the exact Gram matrix of the
-*retained* rows, from the store's sums, and c_k the mean curvature of that output: nothing of it saw
-a forgotten row. It stops when ‖∇F‖ plus its rounding error is at most the tolerance.
+The preconditioner takes the curvature C_i of the outputs and the features φ_i of a row as if they
+were independent over the rows, which they are at zero:
+
+    ∇²F = (1/n) Σ C_i ⊗ φ_i φ_iᵀ/U² + m  ≈  A ⊗ G/(n U²) + m,  A = (1/n) Σ C_i,  G = Σ φ_i φ_iᵀ
+
+and is inverted through the eigenvectors of both. G is the exact Gram matrix of the *retained* rows,
+from the store's sums: nothing of it saw a forgotten row. Directions that one Newton step has tried
+improve it for the next (:class:`Recycled`); nothing outlives a call. It stops when ‖∇F‖ plus its
+rounding error is at most the tolerance.
 """
 
 from __future__ import annotations
@@ -18,12 +24,14 @@ import numpy.typing as npt
 from scipy import linalg
 
 from expunge.accounting.precision import norm_margin
-from expunge.forgettable.losses import Loss, Sizes, bend, bound_error, evaluate
+from expunge.forgettable.losses import Loss, Sizes, add_curvature, bend, bound_error, evaluate
 
 Array = npt.NDArray[np.float64]
 Block = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
+Map = Callable[[Array], Array]
+_ROWS = 1024  # as many as stay in a cache between a product and its transpose
 _FORCING = 0.1
-_MOST_NEWTON, _MOST_CONJUGATE = 100, 500
+_MOST_NEWTON, _MOST_CONJUGATE, _MOST_KEPT = 100, 500, 200
 
 
 @dataclass
@@ -38,8 +46,14 @@ class Objective:
     half_passes: int = 0
     rows: int = field(init=False)
     reach: float = field(init=False)
+    _eigen: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.blocks = [
+            (phi[at : at + _ROWS], t[at : at + _ROWS])
+            for phi, t in self.blocks
+            for at in range(0, len(phi), _ROWS)
+        ]
         self.rows = sum(len(phi) for phi, _ in self.blocks)
         squares = [
             float(np.square(phi, dtype=np.float64).sum(axis=1).max()) for phi, _ in self.blocks
@@ -85,29 +99,26 @@ class Objective:
         self.half_passes += 2
         return out / (self.unit * self.rows) + self.weight_decay * D
 
-    def precondition(self, states: Sequence[Any]) -> Callable[[Array], Array]:
-        """R ↦ M⁻¹ R with M_k = c_k G/(n U²) + m, one factor per group of outputs of like c_k."""
-        total = sum(_mean_curvature(self.loss, state).sum(axis=0) for state in states)
-        c = np.maximum(np.asarray(total, np.float64) / self.rows, 1e-6)
-        groups: dict[int, Any] = {}
-        level = np.rint(np.log2(c) * 1.0).astype(int)
-        scaled = self.gram / (self.rows * self.unit**2)
-        for one in np.unique(level).tolist():
-            M = scaled * float(np.exp(np.log(c[level == one]).mean()))
-            M[np.diag_indices_from(M)] += self.weight_decay
-            groups[one] = linalg.cho_factor(M, lower=True, check_finite=False, overwrite_a=True)
+    def precondition(self, states: Sequence[Any]) -> Map:
+        """R ↦ M⁻¹ R = Q ((Qᵀ R V) / (λ dᵀ + m)) Vᵀ, where G/(n U²) = Q λ Qᵀ and A = V d Vᵀ."""
+        if self._eigen is None:
+            scaled = (self.gram / (self.rows * self.unit**2)).astype(np.float32)
+            self._eigen = linalg.eigh(scaled, driver="evd", overwrite_a=True, check_finite=False)
+        values, Q = self._eigen
+        A = sum(add_curvature(self.loss, state.astype(np.float64)) for state in states)
+        d, V = np.linalg.eigh(np.asarray(A) / self.rows)
+        scale = np.maximum(values, 0)[:, None] * np.maximum(d, 0) + self.weight_decay
 
         def apply(R: Array) -> Array:
-            out = np.empty_like(R)
-            for one, factor in groups.items():
-                out[:, level == one] = linalg.cho_solve(factor, R[:, level == one])
-            return out
+            return _multiply(Q, _multiply(Q.T, R @ V) / scale) @ V.T
 
         return apply
 
 
-def _mean_curvature(loss: Loss, state: Any) -> Any:
-    return state * (1 - state) if loss == "softmax" else state
+def _multiply(Q: npt.NDArray[np.float32], R: Array) -> Array:
+    """Q R in float32, whatever the size of R."""
+    size = float(np.abs(R).max()) or 1.0
+    return (Q @ (R / size).astype(np.float32)).astype(np.float64) * size
 
 
 @dataclass(frozen=True)
@@ -122,15 +133,14 @@ class Solution:
 
 def solve(objective: Objective, start: Array, tolerance: float) -> Solution:
     """Newton steps by preconditioned conjugate gradients, until ‖∇F‖ ≤ τ for certain."""
-    W = start.copy()
+    W, kept = start.copy(), Recycled()
     value, g, bound, states = objective.evaluate(W)
     best = Solution(W, bound <= tolerance, bound, objective.half_passes)
     for _ in range(_MOST_NEWTON):
         if best.reached or not math.isfinite(bound):
             break
         norm = float(np.linalg.norm(g))
-        aim = max(_FORCING * norm, 0.3 * tolerance)
-        D = _solve_direction(objective, states, g, aim)
+        D = _solve_direction(objective, states, g, max(_FORCING * norm, tolerance / 2), kept)
         W, (value, g, bound, states) = _search(objective, W, D, value, g)
         if bound >= best.bound and norm <= 4 * tolerance:
             break
@@ -138,22 +148,62 @@ def solve(objective: Objective, start: Array, tolerance: float) -> Solution:
     return Solution(best.weights, best.reached, best.bound, objective.half_passes)
 
 
-def _solve_direction(objective: Objective, states: Sequence[Any], g: Array, aim: float) -> Array:
+@dataclass
+class Recycled:
+    """Directions s with their ∇²F s from earlier steps of this call, the newest last.
+
+    ``improve`` is the inverse update of quasi-Newton methods: positive definite whatever the pairs,
+    and exact on their span where the curvature has not changed since.
+    """
+
+    pairs: list[tuple[Array, Array]] = field(default_factory=list[tuple[Array, Array]])
+
+    def add(self, directions: list[tuple[Array, Array]]) -> None:
+        """Keep the newest, each scaled to sᵀ ∇²F s = 1."""
+        scaled = [(s, y, 1 / math.sqrt(float(np.vdot(s, y)))) for s, y in directions]
+        self.pairs = (self.pairs + [(s * c, y * c) for s, y, c in scaled])[-_MOST_KEPT:]
+
+    def improve(self, inverse: Map) -> Map:
+        """(I - s yᵀ) M⁻¹ (I - y sᵀ) + s sᵀ, pair after pair."""
+        pairs = self.pairs
+
+        def apply(R: Array) -> Array:
+            q, along = R.copy(), list[float]()
+            for s, y in reversed(pairs):
+                along.append(float(np.vdot(s, q)))
+                q -= along[-1] * y
+            z = inverse(q)
+            for (s, y), a in zip(pairs, reversed(along), strict=True):
+                z += (a - float(np.vdot(y, z))) * s
+            return z
+
+        return apply
+
+
+def _solve_direction(
+    objective: Objective, states: Sequence[Any], g: Array, aim: float, kept: Recycled
+) -> Array:
     """D with ‖∇²F D + ∇F‖ ≤ aim."""
-    apply = objective.precondition(states)
+    apply = kept.improve(objective.precondition(states))
     D, r = np.zeros_like(g), -g
     z = apply(r)
     p, rz = z, float(np.vdot(r, z))
+    tried: list[tuple[Array, Array]] = []
     for _ in range(_MOST_CONJUGATE):
         Hp = objective.curve(states, p)
-        alpha = rz / float(np.vdot(p, Hp))
+        bent = float(np.vdot(p, Hp))
+        if not bent > 0:  # less than float32 can tell
+            break
+        tried.append((p, Hp))
+        alpha = rz / bent
         D, r = D + alpha * p, r - alpha * Hp
         if float(np.linalg.norm(r)) <= aim:
             break
         z = apply(r)
         rz, before = float(np.vdot(r, z)), rz
         p = z + rz / before * p
-    return D
+    kept.add(tried)
+    return D if tried else p
 
 
 def _search(objective: Objective, W: Array, D: Array, value: float, g: Array) -> tuple[Array, Any]:
