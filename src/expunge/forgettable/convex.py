@@ -34,7 +34,7 @@ from expunge.forgettable.memory import Memory, Request, Targets
 from expunge.forgettable.released import HeadModel, Weights, hash_head, write_record
 from expunge.forgettable.ridge import one_thread
 from expunge.forgettable.solver import Objective, Solution, solve
-from expunge.forgettable.statistics import describe_statistics, learn_rows
+from expunge.forgettable.statistics import Compute, describe_statistics, learn_rows
 from expunge.forgettable.store import Rows
 from expunge.forgettable.sums import Sums
 from expunge.noisy.noise import Noise, SystemNoise
@@ -89,9 +89,9 @@ class ConvexHead:
         """How many examples are held."""
         return self._memory.sums.rows
 
-    def learn(self, data: Any, ids: Iterable[object]) -> int:
+    def learn(self, data: Any, ids: Iterable[object], compute: Compute | None = None) -> int:
         """Add examples, all or nothing; how many were new (as ``StatisticsHead.learn``)."""
-        return learn_rows(self._memory, self.features, data, ids)
+        return learn_rows(self._memory, self.features, data, ids, compute)
 
     def forget(
         self,

@@ -7,12 +7,13 @@ covers, so it belongs to the operator; ``public=True`` leaves all of them out.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from expunge.accounting.guarantee import is_exact, log_delta
 from expunge.certificates.certificate import Certificate
@@ -34,6 +35,9 @@ from expunge.reports import figures, tables
 from expunge.reports.charts import draw_chart
 from expunge.reports.figures import list_bounds
 from expunge.reports.metrics import find_own, keep_public, parse_metrics
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 MAX_BYTES = 100_000_000
 TEMPLATES = Path(__file__).parent
@@ -73,7 +77,6 @@ def render_report(
     >>> "<h1><bdi>Shop &lt;model&gt;</bdi></h1>" in page
     True
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
     if record is None and not public:
@@ -88,53 +91,43 @@ def render_report(
     own = find_own(measured, certificate.recipe.method)
     arm = measured.arm or certificate.recipe.method
     grad_clip = getattr(certificate.method, "grad_clip", None)
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_clean,
-    )
-    environment.filters.update(
-        up=round_up,
-        exact=tables.format_exact,
-        percent=tables.format_percent,
-        odds=tables.format_odds,
-    )
-    return environment.get_template("report.html.j2").render(
-        c=certificate,
-        m=measured,
-        public=public,
-        title=measured.title or "Unlearning report",
-        reference=name_reference(certificate),
-        methods=METHOD_WORDS,
-        training=TRAINING_METHODS,
-        exact=is_exact(certificate.method),
-        cautions=find_cautions(certificate),
-        strength=_weigh(certificate),
-        bounds=list_bounds(certificate),
-        steps=sum(run.steps for run in certificate.schedule),
-        arm=arm,
-        own=own,
-        stages=tables.order_stages(measured.stages, arm),
-        recipe=tables.describe_recipe(certificate),
-        trace=[] if trace is None else tables.describe_trace(trace, certificate),
-        arms=tables.compare_costs(measured),
-        missing=tables.find_missing(measured),
-        problem=plain.get("problem"),
-        statistics=plain.get("statistics"),
-        describe=tables.describe_items,
-        draw=lambda chart: Markup(draw_chart(chart)),
-        most_rows=tables.MOST_ROWS,
-        audit=None if audit is None else tables.describe_audit(audit, certificate),
-        figures={
-            "accuracy": figures.chart_accuracy(own),
-            "curves": figures.chart_curves(measured.curves),
-            "trace": None if trace is None else figures.chart_trace(trace, grad_clip),
-            "trade_off": figures.chart_trade_off(certificate, *account),
-            "forgetting": figures.chart_forgetting(certificate, *account),
-        },
+    return (
+        _make_environment()
+        .get_template("report.html.j2")
+        .render(
+            c=certificate,
+            m=measured,
+            public=public,
+            title=measured.title or "Unlearning report",
+            reference=name_reference(certificate),
+            methods=METHOD_WORDS,
+            training=TRAINING_METHODS,
+            exact=is_exact(certificate.method),
+            cautions=find_cautions(certificate),
+            strength=_weigh(certificate),
+            bounds=list_bounds(certificate),
+            steps=sum(run.steps for run in certificate.schedule),
+            arm=arm,
+            own=own,
+            stages=tables.order_stages(measured.stages, arm),
+            recipe=tables.describe_recipe(certificate),
+            trace=[] if trace is None else tables.describe_trace(trace, certificate),
+            arms=tables.compare_costs(measured),
+            missing=tables.find_missing(measured),
+            problem=plain.get("problem"),
+            statistics=plain.get("statistics"),
+            describe=tables.describe_items,
+            draw=lambda chart: Markup(draw_chart(chart)),
+            most_rows=tables.MOST_ROWS,
+            audit=None if audit is None else tables.describe_audit(audit, certificate),
+            figures={
+                "accuracy": figures.chart_accuracy(own),
+                "curves": figures.chart_curves(measured.curves),
+                "trace": None if trace is None else figures.chart_trace(trace, grad_clip),
+                "trade_off": figures.chart_trade_off(certificate, *account),
+                "forgetting": figures.chart_forgetting(certificate, *account),
+            },
+        )
     )
 
 
@@ -231,6 +224,28 @@ def _weigh(certificate: Certificate) -> dict[str, Any]:
     guess = min((1 + math.exp(log_distance)) / 2, 1.0)
     times = round_up(math.exp(min(c.epsilon, 709.0)), 4)
     return {"times": times, "guess": round_up(100 * guess, 4), "weak": guess >= WEAK}
+
+
+@functools.cache
+def _make_environment() -> Environment:
+    """One for all pages: it keeps the compiled template."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_clean,
+    )
+    environment.filters.update(
+        up=round_up,
+        exact=tables.format_exact,
+        percent=tables.format_percent,
+        odds=tables.format_odds,
+    )
+    return environment
 
 
 def _clean(value: Any) -> Any:
