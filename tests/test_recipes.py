@@ -21,6 +21,7 @@ from expunge.recipes import (
     OutputPerturbation,
     Retraining,
     RewindToDelete,
+    ShardedTraining,
     from_dict,
     method_name,
     schedule,
@@ -47,6 +48,7 @@ GOOD = {
         "group_size": 4,
     },
     ExactStatistics: {},
+    ShardedTraining: {"shards": 8, "slices": 4},
     ConvexHeadRecipe: {"weight_decay": 1e-5, "tolerance": 1e-9, "noise_std": 3.7e-4},
     RewindToDelete: {
         "learning_rate": 0.1, "noise_std": 0.2, "train_steps": 5, "steps": 3,

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     )
     from expunge.forgettable.convex import ConvexHead
     from expunge.forgettable.features import Features
-    from expunge.forgettable.loading import load
+    from expunge.forgettable.loading import load, load_model
+    from expunge.forgettable.shards import Shards
     from expunge.forgettable.statistics import StatisticsHead
     from expunge.forgettable.tangent import TangentFeatures
     from expunge.jobs.directory import write_run
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
         OutputPerturbation,
         Retraining,
         RewindToDelete,
+        ShardedTraining,
     )
     from expunge.training.batches import Batches
     from expunge.training.evaluation import Evaluation, evaluate
@@ -99,6 +101,8 @@ __all__ = [
     "RunError",
     "RunRecord",
     "SeededNoise",
+    "ShardedTraining",
+    "Shards",
     "StatisticsHead",
     "SystemNoise",
     "TangentFeatures",
@@ -115,6 +119,7 @@ __all__ = [
     "fine_tune_many",
     "guarantee",
     "load",
+    "load_model",
     "opens",
     "plan",
     "retrain",
@@ -151,7 +156,8 @@ _HOMES = {
     ),
     "forgettable.convex": ("ConvexHead",),
     "forgettable.features": ("Features",),
-    "forgettable.loading": ("load",),
+    "forgettable.loading": ("load", "load_model"),
+    "forgettable.shards": ("Shards",),
     "forgettable.statistics": ("StatisticsHead",),
     "forgettable.tangent": ("TangentFeatures",),
     "jobs.directory": ("write_run",),
@@ -172,6 +178,7 @@ _HOMES = {
         "OutputPerturbation",
         "Retraining",
         "RewindToDelete",
+        "ShardedTraining",
     ),
     "training.batches": ("Batches",),
     "training.evaluation": ("Evaluation", "evaluate"),

@@ -248,10 +248,22 @@ class ConvexHeadRecipe(_Validated):
     noise_std: float = field(default=0.0, metadata=_ONE_NOISE)
 
 
+@dataclass(frozen=True)
+class ShardedTraining(_Validated):
+    """An ensemble of networks that never see each other's data (THEORY, section 12): (0, 0).
+
+    >>> ShardedTraining(shards=8, slices=4)
+    ShardedTraining(shards=8, slices=4)
+    """
+
+    shards: int = field(metadata=_say("whole", "Number of networks, S."))
+    slices: int = field(metadata=_say("whole", "Number of slices of each network's data, R."))
+
+
 NoisyRecipe = OutputPerturbation | GradientClipping | ModelClipping
 DescentRecipe = NoisyDescent | RewindToDelete
 HeadRecipe = ExactStatistics | ConvexHeadRecipe
-Recipe = NoisyRecipe | Retraining | GroupDPSGD | DescentRecipe | HeadRecipe
+Recipe = NoisyRecipe | Retraining | GroupDPSGD | DescentRecipe | HeadRecipe | ShardedTraining
 
 METHODS: Mapping[str, type[Recipe]] = {
     "output-perturbation": OutputPerturbation,
@@ -263,6 +275,7 @@ METHODS: Mapping[str, type[Recipe]] = {
     "rewind-to-delete": RewindToDelete,
     "exact-statistics": ExactStatistics,
     "convex-head": ConvexHeadRecipe,
+    "shards": ShardedTraining,
 }
 
 

@@ -80,7 +80,7 @@ def test_certificate_golden() -> None:
     rest = {k: v for k, v in plain.items() if k not in (*numbers, "digest")}
     assert (
         hashlib.sha256(rfc8785.dumps(rest)).hexdigest()
-        == "61b8dea747cc87f430f884689e807d96790e6f271eaab423a5c828bde40737e0"
+        == "2117572e6b6692f7bec87a2282d4e109912a12b019deb152e92f9b1250e4e40c"
     )
 
 

@@ -55,6 +55,10 @@ REASONS = {
     "signature.algorithm": PUBLIC, "signature.public_key": PUBLIC, "signature.value": DERIVED,
     "accepted_unchecked": OPERATOR, "statistics.features": PUBLIC, "statistics.head": OPERATOR,
     "statistics.samples": NOISY, "statistics.digest": NOISY,
+    "shards.seed": PUBLIC, "shards.combination": OPERATOR, "shards.training": OPERATOR,
+    "shards.deterministic": OPERATOR, "shards.build": PUBLIC, "shards.samples": NOISY,
+    "shards.hashes": NOISY, "shards.digest": NOISY, "shards.distilled": OPERATOR,
+    "shards.trained_from": "where the request's identifiers lie; the scope says so",
 }  # fmt: skip
 
 

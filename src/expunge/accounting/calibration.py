@@ -33,6 +33,7 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
+    ShardedTraining,
     check_value,
 )
 
@@ -121,7 +122,7 @@ def _rounding(recipe: Recipe, parameters: int, problem: Problem) -> float:
             return choose_descent_precision(recipe, problem, parameters).rounding
         case ConvexHeadRecipe():
             return choose_solution_precision(recipe, parameters).rounding
-        case GroupDPSGD() | Retraining() | ExactStatistics():
+        case GroupDPSGD() | Retraining() | ExactStatistics() | ShardedTraining():
             return 0.0
 
 
@@ -224,5 +225,5 @@ def _limit(recipe: Recipe, execution: Execution) -> str:
             return "the expansion of the steps outruns their noise"
         case ConvexHeadRecipe():
             return "tolerance / weight_decay is too far against noise_std"
-        case Retraining() | ExactStatistics():
+        case Retraining() | ExactStatistics() | ShardedTraining():
             return "this method has no free parameter"

@@ -43,6 +43,7 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
+    ShardedTraining,
     is_number,
     to_dict,
 )
@@ -126,7 +127,7 @@ def is_exact(recipe: Recipe) -> bool:
     True
     """
     solved_from_zero = isinstance(recipe, ConvexHeadRecipe) and recipe.noise_std == 0
-    return solved_from_zero or isinstance(recipe, Retraining | ExactStatistics)
+    return solved_from_zero or isinstance(recipe, Retraining | ExactStatistics | ShardedTraining)
 
 
 def theorem(recipe: Recipe) -> str:
@@ -148,6 +149,8 @@ def theorem(recipe: Recipe) -> str:
             return "exact Gaussian mechanism under smoothness (THEORY section 5)"
         case ExactStatistics():
             return "sums of integers are subtracted exactly (THEORY section 10)"
+        case ShardedTraining():
+            return "every constituent is trained on retained data alone (THEORY section 12)"
         case ConvexHeadRecipe(noise_std=0.0):
             return "solved from zero on retained data (THEORY section 11)"
         case ConvexHeadRecipe():
@@ -168,7 +171,7 @@ def mu(
             value = ratio(starts * C0, sigma)
         case GradientClipping():
             value = clip_gradients(recipe, starts * recipe.start_clip, execution.rounding)
-        case Retraining() | ExactStatistics() | ConvexHeadRecipe(noise_std=0.0):
+        case Retraining() | ExactStatistics() | ShardedTraining() | ConvexHeadRecipe(noise_std=0.0):
             value = 0.0
         case ConvexHeadRecipe():
             value = perturb_solution(recipe, execution.rounding)

@@ -286,7 +286,22 @@ def check_link(child: Certificate, parent: Certificate) -> list[str]:
         found.append(f"the frozen part is {ours}, but the parent's was {theirs}")
     if w.centre is not None and w.centre == before.after:
         found.append("the centre is the parent's released model, which saw the forget data")
-    return found
+    return [*found, *_check_untouched(child, parent)]
+
+
+def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
+    """Constituents that were not trained again are, bit for bit, those of the parent."""
+    ours, theirs = child.shards, parent.shards
+    if ours is None:
+        return []
+    if theirs is None or ours.seed != theirs.seed or len(ours.hashes) != len(theirs.hashes):
+        return ["shards: the parent is not of the same ensemble"]
+    return [
+        f"constituent {k} is {ours.hashes[k]}, said to be untouched, but the parent's was "
+        f"{theirs.hashes[k]}"
+        for k, first in enumerate(ours.trained_from)
+        if first == 0 and ours.hashes[k] != theirs.hashes[k]
+    ]
 
 
 def _describe_guarantee(
@@ -342,6 +357,7 @@ def _describe_run(record: RunRecord, parent: str | None, version: int) -> dict[s
         "buffers": {"policy": record.buffers, "names": list(record.buffer_names)},
         "finetune": finetune and asdict(finetune) | {"data": _publish(finetune.data)},
         "statistics": None if record.statistics is None else asdict(record.statistics),
+        "shards": _describe_shards(record, parent),
         "gradient_evaluations": record.gradient_evaluations if told else None,
         "resumed": record.resumed,
         "device": record.device,
@@ -351,6 +367,13 @@ def _describe_run(record: RunRecord, parent: str | None, version: int) -> dict[s
         "parent": parent,
         "record": record.digest(),
     }
+
+
+def _describe_shards(record: RunRecord, parent: str | None) -> dict[str, Any] | None:
+    """The constituents; which of them were trained again is said against the parent alone."""
+    if record.shards is None:
+        return None
+    return asdict(record.shards) | ({"trained_from": ()} if parent is None else {})
 
 
 def describe_schedule(recipe: Recipe) -> list[dict[str, float]]:

@@ -14,7 +14,8 @@ from expunge.accounting.precision import (
     bound_solution_rounding,
     find_disagreements,
 )
-from expunge.certificates.record import RunRecord, Trace
+from expunge.certificates.record import RunRecord, Sharding, Trace
+from expunge.certificates.schema import ShardingWire
 from expunge.recipes import (
     STATED,
     ConvexHeadRecipe,
@@ -30,6 +31,7 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
+    ShardedTraining,
     schedule,
 )
 
@@ -46,6 +48,8 @@ def find_contradictions(record: RunRecord) -> list[str]:
     found += check_start(recipe, record.start)
     if isinstance(recipe, HeadRecipe) and record.statistics is None:
         found.append("statistics is missing: it says what the head was computed from")
+    if isinstance(recipe, ShardedTraining):
+        found += check_shards(recipe, record.shards)
     if record.parameters < 1:
         found.append("parameters is 0: nothing was certified")
     least = least_rounding(recipe, record.problem, record.grid, record.parameters)
@@ -77,6 +81,23 @@ def least_rounding(recipe: Recipe, problem: Problem | None, grid: float, paramet
             return 0.0
 
 
+def check_shards(recipe: ShardedTraining, sharding: Sharding | ShardingWire | None) -> list[str]:
+    """What is wrong with the description of an ensemble's constituents."""
+    if sharding is None:
+        return ["shards is missing: it says what the constituents are"]
+    columns = (sharding.samples, sharding.hashes, sharding.trained_from)
+    found = [
+        f"shards.{name} has {len(column)} entries; the recipe has {recipe.shards} shards"
+        for name, column in zip(("samples", "hashes", "trained_from"), columns, strict=True)
+        if len(column) != recipe.shards and not (name == "trained_from" and not column)
+    ]
+    if not any(sharding.samples):
+        found.append("shards.samples are all 0: nothing was trained")
+    if any(not 0 <= first <= recipe.slices for first in sharding.trained_from):
+        found.append(f"shards.trained_from must be 0 or a slice from 1 to {recipe.slices}")
+    return found
+
+
 def count_keys(recipe: Recipe) -> int:
     """How many noise keys a run that was never resumed takes: noisy descent trains with one too."""
     return 2 if isinstance(recipe, NoisyDescent) else 1
@@ -100,7 +121,7 @@ def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
     [(2, 0.1, 2.0), (1, 0.2, 2.0)]
     """
     match recipe:
-        case Retraining() | ExactStatistics() | ConvexHeadRecipe(noise_std=0.0):
+        case Retraining() | ExactStatistics() | ShardedTraining() | ConvexHeadRecipe(noise_std=0.0):
             return []
         case OutputPerturbation(noise_std=sigma) | ConvexHeadRecipe(noise_std=sigma):
             return [(1, 0.0, sigma)]

@@ -157,6 +157,22 @@ def hash_weights(path: str | Path) -> tuple[str, dict[str, Layout]]:
     return combine_leaves(leaves), layouts
 
 
+def hash_constituents(path: str | Path) -> dict[int, str]:
+    """The hash of each constituent k of an ensemble's file, from its tensors constituents.k.name.
+
+    A tensor of another name is refused.
+    """
+    leaves: dict[int, list[bytes]] = {}
+    with open_regular(Path(path), "weights") as file:
+        for e in _read_layout(file, path).entries:
+            parts = e.name.split(".", 2)
+            data = _chunks(file, e.length, path)
+            if len(parts) < 3 or parts[0] != "constituents" or not parts[1].isdecimal():
+                raise CertificateError(f"weights {path}: {e.name!r} belongs to no constituent")
+            leaves.setdefault(int(parts[1]), []).append(hash_leaf(parts[2], e.dtype, e.shape, data))
+    return {k: combine_leaves(found) for k, found in leaves.items()}
+
+
 def _hash_file(path: Path) -> tuple[list[bytes], Layout]:
     with open_regular(path, "weights") as file:
         layout = _read_layout(file, path)

@@ -138,6 +138,37 @@ class Statistics:
 
 
 @dataclass(frozen=True)
+class Sharding:
+    """What the constituents of an ensemble are, shard by shard.
+
+    ``seed`` is the public string, ``build`` the hash of the first network before any data,
+    ``samples`` how many examples each shard holds, ``hashes`` the constituents (of an empty shard:
+    of no tensors) and ``trained_from`` the first slice each was trained again from since the
+    release before, 0 for untouched. ``digest`` is the SHA-256 over settings and held examples;
+    ``distilled``: the release is one network trained to answer as the ensemble does.
+    """
+
+    seed: str
+    combination: str
+    training: Mapping[str, Any]
+    deterministic: bool
+    build: str
+    samples: tuple[int, ...]
+    hashes: tuple[str, ...]
+    trained_from: tuple[int, ...]
+    digest: str
+    distilled: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "hashes", "trained_from"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for value in (*self.samples, *self.trained_from):
+            check_count("shards.samples", value)
+        for value in (self.build, self.digest, *self.hashes):
+            check_digest("shards.hashes", value)
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Everything needed to recompute the guarantee, and what the run worked on.
 
@@ -195,6 +226,7 @@ class RunRecord:
     public: PublicTensors | None = None
     checked: bool = False
     statistics: Statistics | None = None
+    shards: Sharding | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     nonce: str = field(default_factory=lambda: secrets.token_hex(32))
     format: str = FORMAT
@@ -265,7 +297,7 @@ class RunRecord:
 
 
 # Fields that records of before version 0.2 do not have are left out where they say nothing.
-_LATER = ("processes", "public", "checked", "samples", "statistics")
+_LATER = ("processes", "public", "checked", "samples", "statistics", "shards")
 
 
 def encode(value: object) -> object:

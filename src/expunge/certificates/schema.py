@@ -163,6 +163,21 @@ class StatisticsWire(Wire):
     digest: Digest
 
 
+class ShardingWire(Wire):
+    """The constituents of an ensemble, shard by shard."""
+
+    seed: str
+    combination: Literal["probabilities", "logits", "votes"]
+    training: dict[str, str | int | float]
+    deterministic: bool
+    build: Digest
+    samples: tuple[Count, ...]
+    hashes: tuple[Digest, ...]
+    trained_from: tuple[Count, ...]
+    digest: Digest
+    distilled: bool
+
+
 class BuffersWire(Wire):
     policy: Literal["none", "frozen", "reset"]
     names: tuple[str, ...]
@@ -237,6 +252,7 @@ class CertificateWire(Wire):
     signature: SignatureWire | None
     accepted_unchecked: bool = False
     statistics: StatisticsWire | None = None
+    shards: ShardingWire | None = None
 
 
 def find_misplaced(part: Wire, version: int) -> list[str]:

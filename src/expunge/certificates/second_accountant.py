@@ -53,6 +53,7 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     RewindToDelete,
+    ShardedTraining,
     list_restarts,
     schedule,
 )
@@ -85,7 +86,7 @@ def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) 
     mp = make_context()
     starts = 2 if compared_to == "retrained" else 1
     match recipe:
-        case Retraining() | ExactStatistics() | ConvexHeadRecipe(noise_std=0.0):
+        case Retraining() | ExactStatistics() | ShardedTraining() | ConvexHeadRecipe(noise_std=0.0):
             return mp.mpf(0)
         case ConvexHeadRecipe(weight_decay=m, tolerance=tau, noise_std=sigma):
             apart = mp.mpf(tau) / mp.mpf(m) + mp.mpf(execution.rounding)

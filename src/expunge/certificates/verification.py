@@ -25,8 +25,20 @@ from expunge.certificates.certificate import (
     describe_schedule,
     parse,
 )
-from expunge.certificates.consistency import check_start, check_time, count_keys, least_rounding
-from expunge.certificates.hashing import find_weights, hash_weights, serialise_header
+from expunge.certificates.consistency import (
+    check_shards,
+    check_start,
+    check_time,
+    count_keys,
+    least_rounding,
+)
+from expunge.certificates.hashing import (
+    combine_leaves,
+    find_weights,
+    hash_constituents,
+    hash_weights,
+    serialise_header,
+)
 from expunge.certificates.record import OLD_FORMAT, RunRecord
 from expunge.certificates.second_accountant import recompute
 from expunge.certificates.signing import holds, read_public_key
@@ -41,6 +53,7 @@ from expunge.recipes import (
     GroupDPSGD,
     HeadRecipe,
     Problem,
+    ShardedTraining,
 )
 
 # A claim may be below 50 digits by the error of a float search, and above by this much.
@@ -187,6 +200,12 @@ def _check_derived(certificate: Certificate) -> list[str]:
         found.append("problem must be given exactly for full-batch descent")
     if (c.statistics is not None) != isinstance(recipe, HeadRecipe):
         found.append("statistics must be given exactly for heads built to forget")
+    if isinstance(recipe, ShardedTraining):
+        found += check_shards(recipe, c.shards)
+    elif c.shards is not None:
+        found.append("shards must be given exactly for ensembles built to forget")
+    if c.shards is not None and (c.parent is None) != (not c.shards.trained_from):
+        found.append("shards.trained_from must be given exactly when there is a parent")
     return found
 
 
@@ -261,6 +280,7 @@ def _check_weights(certificate: Certificate, path: Path) -> list[str]:
             f"the weights {path} have hash {digest}, but weights.after is "
             f"{certificate.weights.after}"
         )
+    found += _check_constituents(certificate, path)
     allowed = (None, {"format": "pt"}, certificate.safetensors_metadata())
     for name, layout in layouts.items():
         file = path.with_name(name)
@@ -269,6 +289,20 @@ def _check_weights(certificate: Certificate, path: Path) -> list[str]:
         elif layout.header != serialise_header(layout.entries, layout.metadata):
             found.append(f"the header of {file} is not in canonical form")
     return found
+
+
+def _check_constituents(certificate: Certificate, path: Path) -> list[str]:
+    """Every constituent of an ensemble's file by its own hash."""
+    told = certificate.shards
+    if told is None or told.distilled:
+        return []
+    held = hash_constituents(path)
+    expected = {k: h for k, h in enumerate(told.hashes) if h != combine_leaves([])}
+    return [
+        f"constituent {k} in {path} is {held.get(k)}, but the certificate has {expected.get(k)}"
+        for k in sorted(held.keys() | expected.keys())
+        if held.get(k) != expected.get(k)
+    ]
 
 
 def _check_signature(certificate: Certificate, public_key: bytes | str | Path | None) -> list[str]:

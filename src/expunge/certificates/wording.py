@@ -13,8 +13,15 @@ from typing import Any
 
 from expunge.accounting.guarantee import is_exact
 from expunge.accounting.precision import DPSGD_ASSUMPTIONS, describe_assumptions
+from expunge.certificates.hashing import combine_leaves
 from expunge.certificates.record import decode
-from expunge.certificates.schema import CertificateWire, CommitmentWire, PublicWire, ScopeWire
+from expunge.certificates.schema import (
+    CertificateWire,
+    CommitmentWire,
+    PublicWire,
+    ScopeWire,
+    ShardingWire,
+)
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
@@ -22,6 +29,7 @@ from expunge.recipes import (
     Problem,
     Recipe,
     RewindToDelete,
+    ShardedTraining,
     from_dict,
 )
 
@@ -35,6 +43,7 @@ METHOD_WORDS = {
     "rewind-to-delete": "rewinding full-batch descent, with noise at the end",
     "exact-statistics": "ridge regression from exact integer sums",
     "convex-head": "a strongly convex head on public features",
+    "shards": "an ensemble of networks that never see each other's data",
 }
 
 # Their guarantee covers the training too, so the reference is that training without the forget set.
@@ -60,6 +69,23 @@ _VOID_IF_HEAD = (
     "rows were stored or summed anywhere else and came back from there",
     "retained rows were derived from forgotten ones",
     "the key of the noise or the run record became known together with the model",
+)
+
+_VOID_IF_SHARDS = (
+    "the public string, the number of shards or slices, the network or the training was chosen by "
+    "looking at the forget data",
+    "build(), the training function, prepare, augment or the loss holds anything that was computed "
+    "from the data: weights, normalisation or class constants",
+    "examples or checkpoints were kept anywhere else and came back from there",
+    "retained examples were derived from forgotten ones",
+)
+_ONE_THREAD = (
+    "computed: constituents were trained on one thread with deterministic arithmetic; the bits "
+    "hold for the versions named here, on machines of this kind."
+)
+_SECRET = (
+    "assumed: requests do not depend on models released before. The training is not "
+    "deterministic, and what it drew is known to whoever sees the models (Gupta et al. 2021)."
 )
 
 _PUBLIC_FEATURES = (
@@ -165,6 +191,8 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
             f"The exact sums of the {head.samples} rows that remain, {head.digest}: bit for bit "
             "those of a life without the forget set."
         )
+    if c.shards is not None:
+        covered += _describe_shards(c.shards)
     if c.finetune is not None:
         covered.append(_describe_tuning(c))
     if c.releases > 1:
@@ -198,9 +226,21 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         not_covered += [
             "The public network under the head, which is not part of the release: "
             f"{head.features.get('network') or 'none, inputs are vectors'}.",
-            "What models released before and after a request show side by side.",
+            _SIDE_BY_SIDE,
         ]
-    if c.weights.public is not None:
+    if c.shards is not None:
+        not_covered.append(_SIDE_BY_SIDE)
+        if c.parent is not None:
+            not_covered.append(
+                "Which constituents were trained again, and from which slice: this narrows down "
+                "whose examples went, for whoever knows the public string and the identifiers."
+            )
+    if c.weights.public is not None and c.shards is not None:
+        not_covered.append(
+            "The start of the tensors that the public string does not draw, and all frozen ones: "
+            + _describe_public(c.weights.public)
+        )
+    elif c.weights.public is not None:
         not_covered.append(_describe_public(c.weights.public))
     elif c.weights.frozen is not None:
         not_covered.append(
@@ -213,13 +253,39 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         covered=tuple(covered),
         not_covered=tuple(not_covered),
         assumptions=_list_assumptions(c),
-        void_if=_VOID_IF if head is None else _VOID_IF_HEAD,
+        void_if=_choose_voids(c),
     )
+
+
+_SIDE_BY_SIDE = "What models released before and after a request show side by side."
+
+
+def _choose_voids(certificate: CertificateWire) -> tuple[str, ...]:
+    if certificate.shards is not None:
+        return _VOID_IF_SHARDS
+    return _VOID_IF if certificate.statistics is None else _VOID_IF_HEAD
+
+
+def _describe_shards(sharding: ShardingWire) -> list[str]:
+    used = sum(1 for held in sharding.hashes if held != combine_leaves([]))
+    found = [
+        f"All {used} constituents, trained on {sum(sharding.samples)} examples that remain; who "
+        f"belongs to which, every start and every order follow from {sharding.seed!r}."
+    ]
+    if sharding.trained_from:
+        kept = sum(1 for first in sharding.trained_from if first == 0)
+        found.append(f"{kept} constituents are, bit for bit, those of the parent certificate.")
+    return found
 
 
 def _describe_tuning(certificate: CertificateWire) -> str:
     """Training after the last noise: what it may be called depends on what was checked."""
     retrained, old = certificate.recipe.method == "retraining", certificate.schema_version == 1
+    if certificate.shards is not None:
+        return (
+            "The distillation into one network, which used the ensemble and retained examples "
+            "only, so it is post-processing."
+        )
     if old or not find_unchecked(certificate):
         if retrained:
             return "The training, which used retained data only."
@@ -254,6 +320,9 @@ def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
         case _ if certificate.statistics is not None:
             alone = certificate.statistics.features.get("evaluation") == "by construction"
             return (_PUBLIC_FEATURES, _ALONE if alone else _IN_BATCHES)
+        case ShardedTraining():
+            sure = certificate.shards is not None and certificate.shards.deterministic
+            return (_ONE_THREAD if sure else _SECRET,)
         case _:
             return ()
 
@@ -267,6 +336,8 @@ def name_reference(certificate: CertificateWire) -> str:
     """The certifying algorithm in words."""
     if certificate.recipe.method == "retraining":
         return "training again without the forget set"
+    if certificate.recipe.method == "shards":
+        return "the same ensemble, trained on the examples that remain and nothing else"
     if certificate.statistics is not None and is_exact(read_recipe(certificate)):
         return "the same head, learned from the rows that remain and nothing else"
     if certificate.statistics is not None:
@@ -404,7 +475,7 @@ def _count_steps(certificate: CertificateWire) -> str:
     if isinstance(recipe, RewindToDelete):
         return f"{recipe.train_steps} full-batch steps and one noise"
     steps = sum(run.steps for run in certificate.schedule)
-    if certificate.statistics is not None:
+    if certificate.statistics is not None or certificate.shards is not None:
         return "one noise" if steps else "without noise"
     noun = "noisy step" if steps == 1 else "noisy steps"
     start = ", started at the centre" if certificate.start == "centre" else ""

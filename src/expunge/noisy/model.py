@@ -182,7 +182,7 @@ def sort_tensors(
     held = list_uncertified(model)
     covered = set[str]()
     if public is not None:
-        covered = set(held) if _is_source(public) else _match(held, public)
+        covered = set(held) if is_source(public) else match_public(held, public)
     reset, gone = list[str](), set[str]()
     for path, module in model.named_modules() if mode == "reset" else ():
         prefix = f"{path}." if path else ""
@@ -199,9 +199,9 @@ def sort_tensors(
 
 def check_source(model: nn.Module, public: Public | None, processes: Processes) -> None:
     """Refuse the old model as the source of its own public tensors: they would agree always."""
-    if public is None or not _is_source(public):
+    if public is None or not is_source(public):
         return
-    source, told = _read_source(cast(Any, public))
+    source, told = read_source(cast(Any, public))
     trained = [(p, source.get(name)) for name, p in model.named_parameters() if p.requires_grad]
     pairs = [(p, c) for p, c in trained if c is not None and c.shape == p.shape]
     if pairs and all(_same_bits(p, cut_rows(c, p, processes)) for p, c in pairs):
@@ -397,12 +397,12 @@ def _copy(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _is_source(public: Public) -> bool:
+def is_source(public: Public) -> bool:
     """Whether ``public`` holds tensors to compare with, rather than names."""
     return isinstance(public, Mapping | nn.Module | str | Path)
 
 
-def _match(held: Mapping[str, Tensor], public: Public) -> set[str]:
+def match_public(held: Mapping[str, Tensor], public: Public) -> set[str]:
     """The names that the patterns declare; a pattern must declare something."""
     covered: set[str] = set()
     for pattern in cast(Iterable[object], public):
@@ -419,9 +419,9 @@ def _compare(
     model: nn.Module, names: Sequence[str], public: Public | None, processes: Processes
 ) -> tuple[str, bool]:
     """Where the public tensors come from, and whether they were compared; none may differ."""
-    if public is None or not _is_source(public):
+    if public is None or not is_source(public):
         return "declared public by the operator", False
-    source, told = _read_source(cast(Any, public))
+    source, told = read_source(cast(Any, public))
     held, aliases = list_uncertified(model), _list_aliases(model)
     missing, differing = list[str](), list[str]()
     for name in names:
@@ -444,7 +444,7 @@ def _compare(
     return told, True
 
 
-def _read_source(
+def read_source(
     public: Mapping[str, Tensor] | nn.Module | str | Path,
 ) -> tuple[Mapping[str, Tensor], str]:
     match public:

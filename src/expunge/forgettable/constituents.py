@@ -1,0 +1,308 @@
+"""One constituent of an ensemble: a function of a public string and of its own slices alone.
+
+It starts from ``build()`` under a seed of the public string and is trained on slice 1, then on
+slices 1-2, …, then on 1-R, each stage with a seed of its own and an optimizer made anew. After each
+stage there is a checkpoint. A stage of fewer than two examples trains nothing, and a last batch of
+one is left out: a batch normalisation has no statistics of one example. A checkpoint's *lineage*
+says what it was made from:
+
+    L_0 = SHA-256(settings ‖ shard)        L_j = SHA-256(L_{j-1} ‖ SHA-256(file of slice j))
+
+A checkpoint whose lineage is not that of the slices that lie there now is stale and is not used:
+whatever was interrupted, moved or put back, only training on what is held counts. Training runs on
+one thread with deterministic arithmetic, so its bits depend neither on the number of threads nor on
+how many constituents are trained at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from expunge.errors import InputError, UnlearningError
+from expunge.files import write_atomic
+from expunge.forgettable.slices import Assignment, Examples, join
+from expunge.processes.weights import hash_weights
+from expunge.training.randomness import derive_seed, seeded_random
+from expunge.training.settings import Settings
+from expunge.training.train import train
+
+Build = Callable[[], nn.Module]
+Train = Callable[[nn.Module, Examples, int], object]
+Tensors = dict[str, Tensor]
+_KEY = "expunge"
+FEWEST = 2
+_SELF_TEST_ROWS = 256
+_SAME = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all constituents share: how examples are assigned, and how a network is made.
+
+    ``settings`` are the options of :func:`expunge.train`, ``function`` another way to train, which
+    is given the module, its examples and a seed. ``deterministic``: its bits can be had again.
+    """
+
+    assignment: Assignment
+    build: Build
+    settings: Settings | None
+    function: Train | None = None
+    deterministic: bool = True
+
+    def describe(self) -> dict[str, Any]:
+        """The training as data; functions by their names."""
+        if self.settings is None:
+            assert self.function is not None
+            return {"train": _name(self.function)}
+        s = self.settings
+        told = {
+            "epochs": float(s.epochs),
+            "learning_rate": float(s.learning_rate),
+            "batch_size": s.batch_size,
+            "weight_decay": float(s.weight_decay),
+            "momentum": float(s.momentum),
+            "schedule": s.schedule,
+        }
+        functions = {n: getattr(s, n) for n in ("optimizer", "augment", "prepare", "loss_fn")}
+        return told | {name: _name(f) for name, f in functions.items() if f is not None}
+
+    def make(self, shard: int) -> nn.Module:
+        """The network of a shard before any data."""
+        with seeded_random(self._derive("build", shard)):
+            built = self.build()
+        if not isinstance(built, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError.of("build()", type(built).__name__, "a torch module")
+        return built
+
+    def train_stage(
+        self, before: Tensors | None, data: Examples, shard: int, stage: int
+    ) -> Tensors:
+        """The tensors after a stage (from 1) on the examples of slices 1 … stage."""
+        with _exactly(self.deterministic):
+            model = self.make(shard)
+            if before is not None:
+                put_tensors(model, before)
+            frozen = hash_weights(_list_frozen(model))
+            seed = self._derive("train", shard, stage)
+            if len(data) >= FEWEST:
+                with seeded_random(seed), torch.inference_mode(False), torch.enable_grad():
+                    self._train(model, data, seed)
+        if hash_weights(_list_frozen(model)) != frozen:
+            raise UnlearningError("a frozen parameter changed in training; it must stay as built")
+        found = list_own(model)
+        for name, tensor in found.items():
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise UnlearningError(
+                    f"{name} of constituent {shard} is not finite after slice {stage}: training "
+                    "diverged; lower the learning rate"
+                )
+        return found
+
+    def _train(self, model: nn.Module, data: Examples, seed: int) -> None:
+        if self.function is not None:
+            self.function(model, data, seed)
+            return
+        s = cast(Settings, self.settings)
+        passes = 2 * s.epochs / (self.assignment.slices + 1)
+        batches = s.make_batches(data, torch.Generator().manual_seed(seed))
+        batches.drop_last = len(data) > s.batch_size and len(data) % s.batch_size == 1
+        options: dict[str, Any] = {name: getattr(s, name) for name in s.__dataclass_fields__}
+        options |= {"epochs": passes, "seed": seed, "augment": None, "prepare": None}
+        train(model, batches, **options)
+
+    def _derive(self, purpose: str, *numbers: int) -> int:
+        return derive_seed(f"shards {purpose} {numbers} {self.assignment.seed}")
+
+
+def _name(function: object) -> str:
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"
+
+
+def list_every(model: nn.Module) -> Tensors:
+    """Parameters and buffers by name, persistent or not."""
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {name: tensor.detach() for name, tensor in held.items()}
+
+
+def list_own(model: nn.Module) -> Tensors:
+    """What training may change: all but the frozen parameters."""
+    frozen = _list_frozen(model)
+    return {n: t.clone() for n, t in list_every(model).items() if n not in frozen}
+
+
+def _list_frozen(model: nn.Module) -> Tensors:
+    return {n: p.detach() for n, p in model.named_parameters() if not p.requires_grad}
+
+
+def put_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors into a module of the same kind, by name."""
+    held = list_every(model)
+    for name, tensor in tensors.items():
+        if name not in held or held[name].shape != tensor.shape:
+            raise InputError(f"build() gives another network than before: {name} does not fit")
+        held[name].copy_(tensor)
+
+
+@contextmanager
+def _exactly(deterministic: bool) -> Generator[None]:
+    """One thread and deterministic arithmetic, then as it was."""
+    threads, before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise InputError(
+            f"training is not deterministic ({str(error).splitlines()[0][:120]}); use another "
+            "operation, or pass deterministic=False and let requests not depend on the models"
+        ) from None
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(before, warn_only=warn)
+
+
+def find_fixed(plan: Plan) -> tuple[str, ...]:
+    """The tensors of ``build()`` that its seed does not draw: public, or not explained.
+
+    Constants (zeros, ones) are no information. Whatever else is the same, or correlated, under two
+    seeds was there before: weights of an earlier training, or a table.
+    """
+    one, two = list_every(plan.make(0)), list_every(plan.make(plan.assignment.shards))
+    if one.keys() != two.keys():
+        raise InputError("build() gives another network under another seed; it must not")
+    return tuple(name for name in one if _is_fixed(one[name], two[name]))
+
+
+def _is_fixed(one: Tensor, two: Tensor) -> bool:
+    if one.shape != two.shape or one.numel() == 0:
+        return False
+    x, y = one.double().flatten(), two.double().flatten()
+    if bool((x == x[0]).all()) and bool((x == y).all()):
+        return False
+    if bool((x == y).all()):
+        return True
+    if x.numel() < 64:
+        return False
+    x, y = x - x.mean(), y - y.mean()
+    return abs(float(x @ y)) > _SAME * float(x.norm() * y.norm())
+
+
+def check_plan(plan: Plan, data: Examples) -> None:
+    """Refuse a build or a training that is not a function of its arguments, on a few examples."""
+    few = data.take(range(min(len(data), _SELF_TEST_ROWS)))
+    first = hash_weights(list_every(plan.make(0)))
+    once = hash_weights(plan.train_stage(None, few, 0, 1))
+    if hash_weights(list_every(plan.make(0))) != first:
+        raise InputError(
+            "build() gives other weights when it is called again under the same seed; it must "
+            "make a fresh network, and draw from torch's, NumPy's or Python's global generator"
+        )
+    if plan.deterministic and hash_weights(plan.train_stage(None, few, 0, 1)) != once:
+        raise InputError(
+            "training gives other weights when it is run again with the same seed; draw from the "
+            "seed only, or pass deterministic=False"
+        )
+
+
+def begin_lineage(settings: Mapping[str, Any], shard: int) -> bytes:
+    """L_0."""
+    text = json.dumps({**settings, "shard": shard}, sort_keys=True)
+    return hashlib.sha256(b"expunge/constituent-1\0" + text.encode()).digest()
+
+
+def list_lineages(settings: Mapping[str, Any], shard: int, files: Iterable[bytes]) -> list[str]:
+    """L_1 … L_R, from the bytes of the slices' files."""
+    at, found = begin_lineage(settings, shard), list[str]()
+    for data in files:
+        at = hashlib.sha256(at + hashlib.sha256(data).digest()).digest()
+        found.append(at.hex())
+    return found
+
+
+def write_checkpoint(path: Path, tensors: Tensors, lineage: str) -> None:
+    """A checkpoint with its lineage and the hash of its tensors; complete, or not there."""
+    told = json.dumps({"lineage": lineage, "hash": hash_weights(tensors)}, sort_keys=True)
+    given = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomic(path, safetensors.torch.save(given, {_KEY: told}))
+
+
+def read_checkpoint(path: Path, lineage: str) -> Tensors | None:
+    """The tensors, if the file is whole and was made from what this lineage says."""
+    try:
+        raw = path.read_bytes()
+        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        told = json.loads(header["__metadata__"][_KEY])
+        if told["lineage"] != lineage:
+            return None
+        found = safetensors.torch.load(raw)
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError):
+        return None
+    return found if hash_weights(found) == told.get("hash") else None
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where the slices and checkpoints of an ensemble lie."""
+
+    path: Path
+
+    def slice_name(self, shard: int, part: int) -> str:
+        return f"rows/{shard:03x}-{part:03x}"
+
+    def checkpoint_name(self, shard: int, part: int) -> str:
+        return f"checkpoints/{shard:03x}-{part:03x}"
+
+    def read_slice(self, shard: int, part: int) -> bytes:
+        """The bytes of a slice's file; none for an empty slice."""
+        file = self.path / self.slice_name(shard, part)
+        return file.read_bytes() if file.exists() else b""
+
+    def read_slices(self, shard: int, slices: int) -> list[bytes]:
+        """The bytes of all slices of a shard."""
+        return [self.read_slice(shard, part) for part in range(slices)]
+
+
+def train_constituent(
+    plan: Plan, settings: Mapping[str, Any], folder: Folder, shard: int
+) -> tuple[int, int]:
+    """Make every checkpoint of a shard that is missing or stale.
+
+    Returns (the first stage that was trained, or 0; examples that went through training).
+    """
+    slices = plan.assignment.slices
+    files = folder.read_slices(shard, slices)
+    lineages = list_lineages(settings, shard, files)
+    tensors: Tensors | None = None
+    first = valid = 0
+    for stage in range(slices, 0, -1):
+        path = folder.path / folder.checkpoint_name(shard, stage - 1)
+        tensors = read_checkpoint(path, lineages[stage - 1])
+        if tensors is not None:
+            valid = stage
+            break
+    seen = 0
+    parts = [Examples.from_bytes(data) for data in files if data] if valid < slices else []
+    if not parts:
+        return 0, 0
+    for stage in range(valid + 1, slices + 1):
+        first = first or stage
+        data = join(Examples.from_bytes(raw) for raw in files[:stage] if raw)
+        tensors = plan.train_stage(tensors, data, shard, stage)
+        seen += len(data)
+        path = folder.path / folder.checkpoint_name(shard, stage - 1)
+        write_checkpoint(path, tensors, lineages[stage - 1])
+    return first, seen

@@ -1,0 +1,589 @@
+"""An ensemble whose parts never see each other's data: exact forgetting for any network.
+
+A request retrains the shards it touches, each from the checkpoint before the first slice it touches
+(THEORY, section 12; SISA, Bourtoule et al. 2021). Everything is a function of the public string and
+of the examples that remain, so the result is what training on them alone gives, bit for bit on one
+machine, whoever chose the requests: (0, 0). Learning more invalidates the slices that gain examples
+and all later ones, at the same cost, so that the state never depends on the order of arrival.
+
+One example costs (2R+1)/(3RS) of the ensemble's own training on average, 1/S at worst.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import warnings
+import weakref
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from hashlib import sha256
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.identifiers import commit, read_ids
+from expunge.certificates.record import (
+    NO_NOISE,
+    PublicTensors,
+    Run,
+    RunRecord,
+    Sharding,
+    Trace,
+    list_versions,
+)
+from expunge.errors import (
+    CertificateError,
+    InputError,
+    RunError,
+    UnlearningError,
+    VerificationError,
+)
+from expunge.forgettable.averaging import COMBINATIONS, Combination, Ensemble
+from expunge.forgettable.constituents import (
+    FEWEST,
+    Build,
+    Folder,
+    Plan,
+    Tensors,
+    Train,
+    check_plan,
+    find_fixed,
+    list_every,
+    list_lineages,
+    list_own,
+    read_checkpoint,
+    train_constituent,
+)
+from expunge.forgettable.slices import (
+    NAME_BYTES,
+    Assignment,
+    Examples,
+    add,
+    join,
+    read_examples,
+    remove,
+    split,
+)
+from expunge.forgettable.store import create_folder, hold, write_together
+from expunge.noisy.model import Public, is_source, match_public, read_source
+from expunge.processes.weights import hash_weights, list_tensors
+from expunge.progress import show_progress
+from expunge.recipes import Execution, ShardedTraining
+from expunge.training.losses import check_loss
+from expunge.training.settings import Options, Settings, SharedOptions, spell_out
+from expunge.training.train import check_trained, describe_training
+from expunge.training.train import train as train_network
+
+FORMAT = "expunge-shards-1"
+Workers = Callable[[Plan, Mapping[str, Any], Folder, Sequence[int]], object]
+
+
+class ShardOptions(SharedOptions, total=False):
+    """The options of training a constituent; :class:`expunge.training.settings.Settings`."""
+
+    learning_rate: float
+    weight_decay: float
+    optimizer: Any
+
+
+class Shards:
+    """``shards`` networks of ``build()``, each trained on its own people in ``slices`` steps.
+
+    ``seed`` is a public string, fixed beforehand: it decides who belongs where, every
+    initialisation and every order. The options are those of :func:`expunge.train`; ``epochs``
+    counts passes over a shard in all: each of the R stages makes 2·epochs/(R+1) passes over the
+    slices so far. ``train(model, examples, seed)`` is another way to train. Tensors that ``build``
+    does not draw from its seed (a pretrained base) must be ``public``: compared with a state_dict,
+    module or file, or declared by names and patterns. ``deterministic=False``: training's bits
+    cannot be had again, and the certificate says that requests must not depend on the models.
+    ``workers`` processes train constituents at once; their bits are the same.
+
+    Formal guarantee: after any sequence of ``learn`` and ``forget`` every constituent is, bit for
+    bit on one machine, that of a fresh training on the examples that are held.
+
+    >>> x, y = torch.eye(4).repeat(6, 1), torch.arange(24) % 2
+    >>> ids = [f"user-{i}" for i in range(24)]
+    >>> make = lambda: Shards(lambda: torch.nn.Linear(4, 2), shards=2, slices=2, seed="public",
+    ...                       epochs=2, learning_rate=0.5)
+    >>> ensemble, never = make(), make()
+    >>> ensemble.learn((x, y), ids=ids), never.learn((x[1:], y[1:]), ids=ids[1:])
+    (24, 23)
+    >>> run = ensemble.forget(["user-0"])
+    >>> run.record.weights_after == never.release().record.weights_after, run.model(x[:3]).shape
+    (True, torch.Size([3, 2]))
+    """
+
+    @spell_out(ShardOptions)
+    def __init__(
+        self,
+        build: Build,
+        *,
+        seed: str,
+        shards: int = 8,
+        slices: int = 4,
+        train: Train | None = None,
+        public: Public | None = None,
+        combination: Combination = "probabilities",
+        deterministic: bool = True,
+        workers: int = 1,
+        state: str | Path | None = None,
+        progress: bool = False,
+        **options: Unpack[ShardOptions],
+    ) -> None:
+        if combination not in COMBINATIONS:
+            raise InputError.of("combination", combination, "one of " + ", ".join(COMBINATIONS))
+        if type(workers) is not int or workers < 1:
+            raise InputError.of("workers", workers, "a whole number >= 1")
+        if type(deterministic) is not bool:
+            raise InputError.of("deterministic", deterministic, "True or False")
+        assignment = Assignment(shards, slices, seed)
+        self.plan = Plan(assignment, build, _read_options(train, options), train, deterministic)
+        self.public: Public | None = public
+        self.combination: Combination = combination
+        self.workers, self.progress = workers, progress
+        if state is None:
+            state = tempfile.mkdtemp(prefix="expunge-shards-")
+            weakref.finalize(self, shutil.rmtree, state, ignore_errors=True)
+        self._folder = Folder(Path(state))
+        self._fixed: PublicTensors | None = None
+        self._settings: dict[str, Any] = {}
+        self.trained: dict[int, tuple[int, int]] = {}
+        if (self._folder.path / "meta.json").exists():
+            with self._holding(writing=False):
+                pass
+
+    def __len__(self) -> int:
+        """How many examples are held."""
+        return sum(self.count_samples())
+
+    def count_samples(self) -> tuple[int, ...]:
+        """How many examples each shard holds."""
+        return tuple(
+            sum(len(Examples.from_bytes(raw)) for raw in self._read(shard) if raw)
+            for shard in range(self.plan.assignment.shards)
+        )
+
+    def learn(self, data: Any, ids: Iterable[object]) -> int:
+        """Add examples and train what they touch; returns how many were new.
+
+        An example with an identifier and content that are already held is the same example:
+        repeating a call that was cut short counts nothing twice.
+        """
+        names = list(read_ids(ids))
+        examples = read_examples(self.plan.assignment, data, names)
+        if len(examples) == 0:
+            return 0
+        with self._holding(writing=True):
+            if not self._settings:
+                self._create(examples)
+            files, new = dict[str, bytes](), 0
+            for place, part in split(self.plan.assignment, examples).items():
+                raw = self._folder.read_slice(*place)
+                held = Examples.from_bytes(raw) if raw else None
+                joined = add(held, part)
+                new += len(joined) - (0 if held is None else len(held))
+                if (fresh := joined.to_bytes()) != raw:
+                    files |= self._replace(place, fresh)
+            self._check_shapes(examples)
+            back = self._read_forgotten() & set(examples.read_names())
+            if back:
+                warnings.warn(
+                    f"{len(back)} of these identifiers were forgotten before and are learned again",
+                    stacklevel=2,
+                )
+                files |= self._mark(self._read_forgotten() - back)
+            if files:
+                write_together(self._folder.path, files)
+            self._train()
+        return new
+
+    def forget(self, ids: Iterable[object]) -> Run:
+        """Remove every example of these identifiers, retrain what held them, release the rest."""
+        names = tuple(dict.fromkeys(read_ids(ids)))
+        if not names:
+            raise InputError("ids is empty; name at least one identifier to forget")
+        with self._holding(writing=True):
+            files, samples, held = self._plan_removal(names)
+            marks = self._read_forgotten()
+            wanted = {self.plan.assignment.name(name): name for name in names}
+            unknown = [wanted[mark] for mark in wanted if mark not in held | marks]
+            if unknown:
+                more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+                raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
+            if len(held) < len(names):
+                before = len(names) - len(held)
+                warnings.warn(f"already forgotten: {before} of {len(names)}", stacklevel=2)
+            left = [a - b for a, b in zip(self.count_samples(), samples, strict=True)]
+            if max(left) < FEWEST:
+                raise UnlearningError(
+                    "no shard would hold two examples or more; there would be nothing to release"
+                )
+            if files:
+                write_together(self._folder.path, files | self._mark(marks | held))
+            self._train()
+            return self._release(names, sum(samples))
+
+    def release(self) -> Run:
+        """The ensemble of everything that is held now."""
+        with self._holding(writing=True):
+            if not self._settings or max(self.count_samples()) < FEWEST:
+                raise UnlearningError(
+                    "no shard holds two examples or more; there is nothing to release"
+                )
+            self._train()
+            return self._release((), 0)
+
+    def digest(self) -> str:
+        """SHA-256 of settings and held examples: the same on every machine."""
+        lineages = [self._list_lineages(k)[-1] for k in range(self.plan.assignment.shards)]
+        return sha256("".join(lineages).encode()).hexdigest()
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a new folder; it holds the examples, so it is private."""
+        target, source = Path(path), self._folder.path
+        if not self._settings:
+            raise InputError("nothing was learned yet; there is nothing to save")
+        target.mkdir(parents=True, exist_ok=True)
+        with self._holding(writing=False), hold(target, writing=True):
+            create_folder(target)
+            (target / "checkpoints").mkdir()
+            kept = [p for p in source.rglob("*") if p.is_file() and p.name != "lock"]
+            write_together(target, {str(p.relative_to(source)): p.read_bytes() for p in kept})
+
+    def retrain(self, shard: int) -> str:
+        """The hash of a constituent trained again from nothing on the examples that are held."""
+        tensors: Tensors | None = None
+        files = self._read(shard)
+        for stage in range(1, self.plan.assignment.slices + 1):
+            data = join(Examples.from_bytes(raw) for raw in files[:stage] if raw)
+            tensors = self.plan.train_stage(tensors, data, shard, stage)
+        return hash_weights(tensors or {})
+
+    def check(self, certificate: Certificate) -> None:
+        """Train every constituent that the certificate's request touched again, and compare bits.
+
+        All of them where it names no parent. A :class:`VerificationError` names what differs.
+        """
+        told = certificate.shards
+        if told is None:
+            raise InputError("this certificate is not of shards; it has no constituents")
+        with self._holding(writing=False):
+            found = [] if told.digest == self.digest() else ["other examples or settings are held"]
+            for shard, expected in enumerate(told.hashes):
+                touched = not told.trained_from or told.trained_from[shard] > 0
+                if not found and touched and told.samples[shard] >= FEWEST:
+                    again = self.retrain(shard)
+                    if again != expected:
+                        found.append(
+                            f"constituent {shard} trained again is {again}, not {expected}"
+                        )
+        if found:
+            raise VerificationError("the state is not what is certified: " + "; ".join(found))
+
+    @spell_out(Options)
+    def distill(self, run: Run, **options: Unpack[Options]) -> Run:
+        """One fresh network trained on the held examples to answer as the ensemble does.
+
+        It is post-processing: a function of the ensemble and of retained examples. The options are
+        those of :func:`expunge.train`, but the loss: the divergence from the ensemble's answer.
+        """
+        sharding = run.record.shards
+        if (
+            sharding is None
+            or sharding.distilled
+            or hash_weights(list_tensors(run.model)) != run.record.weights_after
+        ):
+            raise InputError("distill takes the run that forget or release returned, unchanged")
+        with self._holding(writing=False):
+            if sharding.digest != self.digest():
+                raise InputError("the examples held now are not those of this run; release again")
+            parts = [self._read(k) for k in range(self.plan.assignment.shards)]
+        held = join(Examples.from_bytes(raw) for files in parts for raw in files if raw)
+        prepare = options.get("prepare")
+        with torch.no_grad():
+            batches = (held.inputs if prepare is None else prepare(held.inputs)).split(1024)
+            answers = torch.cat([log_softmax(run.model(x), dim=-1) for x in batches])
+        student = self.plan.make(self.plan.assignment.shards)
+        given: dict[str, Any] = dict(options) | {"loss_fn": _diverge, "compile": False}
+        log = train_network(student, replace(held, targets=answers), **given)
+        check_trained(student, log, "distillation")
+        after = hash_weights(list_tensors(student))
+        record = replace(
+            run.record,
+            finetune=describe_training(log, None, True),
+            weights_after=after,
+            shards=replace(sharding, distilled=True),
+        )
+        return Run(student.eval(), record, run.forgotten)
+
+    def _read(self, shard: int) -> list[bytes]:
+        return self._folder.read_slices(shard, self.plan.assignment.slices)
+
+    def _list_lineages(self, shard: int) -> list[str]:
+        return list_lineages(self._settings, shard, self._read(shard))
+
+    def _plan_removal(self, names: Sequence[str]) -> tuple[dict[str, bytes], list[int], set[bytes]]:
+        """(files as they will be, examples that leave each shard, names that are held)."""
+        assignment, files = self.plan.assignment, dict[str, bytes]()
+        wanted = {assignment.name(name) for name in names}
+        samples, held = [0] * assignment.shards, set[bytes]()
+        for place in sorted({assignment.find_place(name) for name in wanted}):
+            raw = self._folder.read_slice(*place)
+            before = Examples.from_bytes(raw) if raw else None
+            if before is None:
+                continue
+            found = wanted.intersection(before.read_names())
+            if found:
+                after = remove(before, found)
+                samples[place[0]] += len(before) - len(after)
+                held |= found
+                files |= self._replace(place, after.to_bytes())
+        return files, samples, held
+
+    def _replace(self, place: tuple[int, int], data: bytes) -> dict[str, bytes]:
+        """A slice with other examples; the checkpoints that saw the old ones go with them."""
+        shard, part = place
+        later = range(part, self.plan.assignment.slices)
+        stale = [self._folder.checkpoint_name(shard, k) for k in later]
+        gone = {name: b"" for name in stale if (self._folder.path / name).exists()}
+        return {self._folder.slice_name(shard, part): data, **gone}
+
+    def _check_shapes(self, examples: Examples) -> None:
+        """New examples are like those of every other slice."""
+        for shard in range(self.plan.assignment.shards):
+            raw = next((raw for raw in self._read(shard) if raw), None)
+            if raw is not None:
+                add(Examples.from_bytes(raw).take([0]), examples.take([0]))
+                return
+
+    def _read_forgotten(self) -> set[bytes]:
+        file = self._folder.path / "forgotten"
+        marks = file.read_bytes() if file.exists() else b""
+        return {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
+
+    def _mark(self, marks: set[bytes]) -> dict[str, bytes]:
+        return {"forgotten": b"".join(sorted(marks))}
+
+    @contextmanager
+    def _holding(self, *, writing: bool) -> Generator[None]:
+        """The lock, with what a cut-short change left completed, and the folder's own settings."""
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        with hold(self._folder.path, writing=writing):
+            file = self._folder.path / "meta.json"
+            if file.exists() and not self._settings:
+                self._open(file)
+            yield
+
+    def _create(self, examples: Examples) -> None:
+        """Check that the plan is a function of its arguments, then write what it is."""
+        self._fixed = self._find_public()
+        check_plan(self.plan, examples)
+        create_folder(self._folder.path)
+        settings = self._describe()
+        meta = {"format": FORMAT, "settings": settings}
+        text = json.dumps(meta, indent=1, sort_keys=True).encode()
+        write_together(self._folder.path, {"meta.json": text})
+        (self._folder.path / "checkpoints").mkdir(exist_ok=True)
+        self._settings = settings
+
+    def _open(self, file: Path) -> None:
+        held = read_shards_meta(file)
+        self._fixed = self._find_public()
+        ours = self._describe()
+        for name, value in held.items():
+            if ours.get(name) != value:
+                raise InputError.of(name, ours.get(name), f"{value!r}, as in {file.parent}")
+        (self._folder.path / "checkpoints").mkdir(exist_ok=True)
+        self._settings = ours
+
+    def _describe(self) -> dict[str, Any]:
+        assignment = self.plan.assignment
+        return {
+            "shards": assignment.shards,
+            "slices": assignment.slices,
+            "seed": assignment.seed,
+            "training": self.plan.describe(),
+            "combination": self.combination,
+            "deterministic": self.plan.deterministic,
+            "build": hash_weights(list_every(self.plan.make(0))),
+        }
+
+    def _find_public(self) -> PublicTensors | None:
+        """The tensors that the seed does not draw, which must be public; refused by name."""
+        model = self.plan.make(0)
+        fixed = find_fixed(self.plan)
+        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+        names = tuple(dict.fromkeys([*fixed, *frozen]))
+        if not names:
+            return None
+        every, covered = list_every(model), set[str]()
+        if self.public is not None:
+            covered = set(names) if is_source(self.public) else match_public(every, self.public)
+        missing = [name for name in names if name not in covered]
+        if missing:
+            raise InputError(
+                f"build() does not draw {', '.join(missing[:5])} from its seed, so the old model "
+                "could be in there; pass public= (a state_dict, module or file to compare with, or "
+                "names and patterns that you declare public)"
+            )
+        source, compared = "declared public by the operator", False
+        if self.public is not None and is_source(self.public):
+            given, source = read_source(cast(Any, self.public))
+            compared = True
+            for name in names:
+                if name not in given or not _has_same_bits(given[name], every[name]):
+                    raise InputError(
+                        f"{name} of build() is not that of the public tensors ({source}); what the "
+                        "seed does not draw must be public bit for bit"
+                    )
+        return PublicTensors(names, compared, source, hash_weights({n: every[n] for n in names}))
+
+    def _train(self) -> None:
+        """Make every checkpoint that is missing or stale."""
+        shards = range(self.plan.assignment.shards)
+        call = (self.plan, self._settings, self._folder)
+        try:
+            if self.workers == 1:
+                shown = show_progress(shards, len(shards), "shards", self.progress)
+                found = [train_constituent(*call, shard) for shard in shown]
+            else:
+                with ProcessPoolExecutor(self.workers, get_context("spawn")) as pool:
+                    waiting = [pool.submit(train_constituent, *call, shard) for shard in shards]
+                    found = [task.result() for task in waiting]
+        except OSError as error:
+            raise RunError(
+                f"{self._folder.path} could not be written ({error.strerror}); what was asked for "
+                "is kept: call again"
+            ) from None
+        except (AttributeError, TypeError) as error:
+            if "pickle" not in str(error):
+                raise
+            raise InputError.of(
+                "workers", self.workers, "1 unless build and all functions can be imported by name"
+            ) from None
+        self.trained = {shard: told for shard, told in enumerate(found) if told[0]}
+
+    def _release(self, names: tuple[str, ...], samples: int) -> Run:
+        assignment, file = self.plan.assignment, self._folder.path / "released"
+        before = json.loads(file.read_bytes()) if file.exists() else None
+        counts, constituents, lineages = (
+            self.count_samples(),
+            dict[int, Tensors](),
+            list[list[str]](),
+        )
+        for shard in range(assignment.shards):
+            lineages.append(self._list_lineages(shard))
+            path = self._folder.path / self._folder.checkpoint_name(shard, assignment.slices - 1)
+            used = counts[shard] >= FEWEST
+            found = read_checkpoint(path, lineages[-1][-1]) if used else None
+            if used and found is None:
+                raise UnlearningError(f"the checkpoint {path} is not what training wrote")
+            if found is not None:
+                constituents[shard] = found
+        model = Ensemble(self.plan.make(0), constituents, self.combination)
+        after = hash_weights(list_tensors(model))
+        first = tuple(
+            _find_first(None if before is None else before["lineages"][k], lineages[k])
+            for k in range(assignment.shards)
+        )
+        told = {"lineages": lineages, "weights": after}
+        write_together(self._folder.path, {"released": json.dumps(told).encode()})
+        record = RunRecord(
+            recipe=ShardedTraining(shards=assignment.shards, slices=assignment.slices),
+            parameters=sum(t.numel() for part in constituents.values() for t in part.values()),
+            grid=0.0,
+            execution=Execution(),
+            noise=dict(NO_NOISE),
+            noise_keys=0,
+            trace=Trace(),
+            gradient_evaluations=0,
+            weights_before=before["weights"] if before else hash_weights(list_own(model.template)),
+            weights_noisy=after,
+            weights_after=after,
+            device="cpu",
+            dtype=_name_dtype(constituents),
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            forget=commit(names, samples=samples) if names else None,
+            start="fresh",
+            initialisation=f"build() under the public string {assignment.seed!r}",
+            checked=True,
+            public=self._fixed,
+            shards=Sharding(
+                seed=assignment.seed,
+                combination=self.combination,
+                training=self.plan.describe(),
+                deterministic=self.plan.deterministic,
+                build=self._settings["build"],
+                samples=counts,
+                hashes=tuple(hash_weights(constituents.get(k, {})) for k in range(len(counts))),
+                trained_from=first,
+                digest=self.digest(),
+            ),
+            versions=list_versions(),
+        )
+        return Run(model.eval(), record, frozenset(names))
+
+
+def read_shards_meta(file: Path) -> dict[str, Any]:
+    """The settings that a state folder was made with."""
+    try:
+        meta = json.loads(file.read_text())
+    except (OSError, ValueError):
+        raise InputError.of("state", str(file.parent), "a folder that Shards wrote") from None
+    if not isinstance(meta, dict) or cast(dict[str, Any], meta).get("format") != FORMAT:
+        raise CertificateError(f"{file.parent} is not a state of {FORMAT!r}")
+    return cast(dict[str, Any], meta)["settings"]
+
+
+def _read_options(train: Train | None, options: Mapping[str, Any]) -> Settings | None:
+    if train is not None:
+        if options:
+            raise InputError.of(
+                next(iter(options)), next(iter(options.values())), "left out: train= trains"
+            )
+        if not callable(train):
+            raise InputError.of("train", train, "a function of (model, examples, seed)")
+        return None
+    for name in ("epochs", "learning_rate"):
+        if name not in options:
+            raise InputError(f"{name} is missing; give it, or train=")
+    if options.get("compile", False) is not False:
+        raise InputError.of("compile", options["compile"], "left out: constituents run plainly")
+    check_loss(options.get("loss_fn"))
+    given: dict[str, Any] = dict(options) | {"compile": False}
+    return Settings(**given)
+
+
+def _has_same_bits(one: Tensor, two: Tensor) -> bool:
+    return hash_weights({"": one.detach()}) == hash_weights({"": two})
+
+
+def _find_first(before: list[str] | None, now: list[str]) -> int:
+    """The first slice, from 1, that is not as in the release before; 0 if all are."""
+    if before is None:
+        return 1
+    return next(
+        (j + 1 for j, (one, two) in enumerate(zip(before, now, strict=True)) if one != two), 0
+    )
+
+
+def _diverge(scores: Tensor, answers: Tensor) -> Tensor:
+    """KL(ensemble ‖ student), averaged over examples."""
+    return kl_div(log_softmax(scores, dim=-1), answers, reduction="batchmean", log_target=True)
+
+
+def _name_dtype(constituents: Mapping[int, Tensors]) -> str:
+    kinds = {t.dtype for part in constituents.values() for t in part.values()}
+    return str(max(kinds, key=lambda kind: (kind.is_floating_point, kind.itemsize))).removeprefix(
+        "torch."
+    )

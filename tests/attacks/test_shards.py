@@ -1,0 +1,245 @@
+"""Attempts to bring a forgotten person back through shards; each must fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from expunge import (
+    Certificate,
+    InputError,
+    RunRecord,
+    Shards,
+    UnlearningError,
+    VerificationError,
+    certify,
+    verify,
+    write_run,
+)
+from expunge.forgettable.constituents import _KEY
+from expunge.forgettable.slices import Examples
+from expunge.processes.weights import hash_weights, save_weights
+from expunge.training.train import train
+
+SEED = "a public string"
+OPTIONS = {"seed": SEED, "shards": 3, "slices": 2, "epochs": 2, "learning_rate": 0.1,
+           "batch_size": 4}  # fmt: skip
+
+
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def make_data(n: int = 45) -> tuple[Tensor, Tensor, list[str]]:
+    x = torch.randn(n, 16, generator=torch.Generator().manual_seed(0))
+    return x, x[:, :3].argmax(1), [f"user-{i}" for i in range(n)]
+
+
+def learn(ensemble: Shards, keep=lambda name: True) -> None:
+    x, y, ids = make_data()
+    at = [i for i, name in enumerate(ids) if keep(name)]
+    ensemble.learn((x[at], y[at]), ids=[ids[i] for i in at])
+
+
+def make(**options) -> Shards:
+    return Shards(options.pop("build", build), **OPTIONS | options)
+
+
+def test_a_requester_who_deletes_what_the_ensemble_says_about_them() -> None:
+    """Requests chosen from released models: there is no randomness left to exploit."""
+    ensemble, (x, y, ids), gone = make(), make_data(), set()
+    learn(ensemble)
+    run = ensemble.release()
+    for _ in range(4):
+        left = [i for i, name in enumerate(ids) if name not in gone]
+        scores = nn.functional.cross_entropy(run.model(x[left]), y[left], reduction="none")
+        worst = ids[left[int(scores.argmax())]]
+        gone.add(worst)
+        run = ensemble.forget([worst])
+    never = make()
+    learn(never, lambda name: name not in gone)
+    assert run.record.weights_after == never.release().record.weights_after
+
+
+def test_an_assignment_by_position_would_move_others_and_ours_does_not() -> None:
+    ensemble, ids = make(), make_data()[2]
+    assignment = ensemble.plan.assignment
+    before = {name: assignment.find_place(assignment.name(name)) for name in ids}
+    by_position = {name: (i % 3, i // 3 % 2) for i, name in enumerate(ids)}
+    rest = ids[1:]
+    moved = {name: (i % 3, i // 3 % 2) for i, name in enumerate(rest)}
+    assert any(moved[name] != by_position[name] for name in rest), "what SISA's code does"
+    assert all(assignment.find_place(assignment.name(name)) == before[name] for name in rest)
+
+
+def test_checkpoints_put_back_from_before_are_not_used(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    ensemble, never = make(state=state), make()
+    learn(ensemble)
+    shutil.copytree(state / "checkpoints", tmp_path / "old")
+    ensemble.forget(["user-4"])
+    shutil.rmtree(state / "checkpoints")
+    shutil.copytree(tmp_path / "old", state / "checkpoints")
+    learn(never, lambda name: name != "user-4")
+    again = make(state=state).release()
+    assert again.record.weights_after == never.release().record.weights_after
+
+
+def test_an_old_checkpoint_with_a_forged_lineage_is_found_by_training_again(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    ensemble = make(state=state)
+    learn(ensemble)
+    shutil.copytree(state / "checkpoints", tmp_path / "old")
+    certificate = certify(ensemble.forget(["user-4"]).record, delta=1e-5)
+    ensemble.check(certificate)
+    assignment = ensemble.plan.assignment
+    shard, _ = assignment.find_place(assignment.name("user-4"))
+    name = f"{shard:03x}-{assignment.slices - 1:03x}"
+    raw = (state / "checkpoints" / name).read_bytes()
+    told = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])["__metadata__"]
+    old = safetensors.torch.load_file(tmp_path / "old" / name)
+    file = state / "checkpoints" / name
+    file.write_bytes(safetensors.torch.save(old, told))
+    forged = make(state=state).release()
+    assert forged.record.weights_after == certificate.weights.after, "stale, so trained again"
+    whole = json.loads(told[_KEY])
+    whole["hash"] = hash_weights(old)
+    file.write_bytes(safetensors.torch.save(old, {_KEY: json.dumps(whole, sort_keys=True)}))
+    smuggled = certify(make(state=state).release().record, delta=1e-5)
+    with pytest.raises(VerificationError, match=f"constituent {shard} trained again is"):
+        make(state=state).check(smuggled)
+
+
+def test_the_old_model_as_the_start_of_every_constituent() -> None:
+    old = build()
+    x, y, _ = make_data()
+    train(old, [(x, y)], epochs=20, learning_rate=0.5)
+
+    def same() -> nn.Module:
+        net = build()
+        net.load_state_dict(old.state_dict())
+        return net
+
+    def nearly() -> nn.Module:
+        net = same()
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.1 * p.std() * torch.randn_like(p))
+        return net
+
+    def shared() -> nn.Module:
+        return old
+
+    for start in (same, nearly, shared):
+        with pytest.raises(InputError, match=r"build\(\) does not draw 0.weight"):
+            learn(make(build=start))
+    with pytest.raises(InputError, match=r"0\.weight of build"):
+        learn(make(build=same, public=build().state_dict()))
+
+
+def test_one_network_for_all_constituents_would_carry_one_to_the_next() -> None:
+    built: list[nn.Module] = []
+
+    def once() -> nn.Module:
+        """Fresh under the first two seeds that are compared, one module ever after."""
+        if len(built) < 4:
+            built.append(build())
+        return built[-1]
+
+    with pytest.raises(InputError, match="gives other weights when it is called again"):
+        learn(make(build=once))
+
+
+def test_an_augmentation_that_remembers_other_shards() -> None:
+    seen: list[Tensor] = []
+
+    def mix(inputs: Tensor, generator: torch.Generator) -> Tensor:
+        mixed = inputs + 0.1 * sum((x.mean(0) for x in seen), torch.zeros(16))
+        seen.append(inputs.clone())
+        return mixed
+
+    with pytest.raises(InputError, match="training gives other weights when it is run again"):
+        learn(make(augment=mix))
+
+
+def test_what_a_training_function_leaves_on_the_module_stays_behind() -> None:
+    """Only parameters and buffers go from one stage to the next, and into the release."""
+
+    def leave(model: nn.Module, data: Examples, seed: int) -> None:
+        carried = getattr(model, "carried", None)
+        assert carried is None, "the module of a stage is built anew"
+        model.carried = data.inputs.clone()
+        train(model, data, epochs=1, learning_rate=0.1, seed=seed)
+
+    ensemble = Shards(build, seed=SEED, shards=2, slices=2, train=leave)
+    learn(ensemble)
+    run = ensemble.release()
+    assert not hasattr(run.model.template, "carried")
+    assert all(name.startswith("constituents.") for name in run.model.state_dict())
+
+
+def test_a_frozen_part_that_training_writes_to() -> None:
+    def thaw(model: nn.Module, data: Examples, seed: int) -> None:
+        with torch.no_grad():
+            model[0].weight.add_(data.inputs.mean())
+
+    def half() -> nn.Module:
+        net = build()
+        net[0].requires_grad_(False)
+        return net
+
+    with pytest.raises(UnlearningError, match="a frozen parameter changed in training"):
+        learn(Shards(half, seed=SEED, shards=2, slices=1, train=thaw, public=["0.*"]))
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two releases, the second chained to the first."""
+    root = tmp_path_factory.mktemp("chain")
+    ensemble, parent = make(), None
+    learn(ensemble)
+    for name, run in (("one", ensemble.release()), ("two", ensemble.forget(["user-4"]))):
+        parent = certify(run.record, delta=1e-5, parent=parent)
+        write_run(root / name, model=run.model, record=run.record, certificate=parent)
+    return root
+
+
+def test_constituents_exchanged_in_the_file(chain: Path, tmp_path: Path) -> None:
+    held = safetensors.torch.load_file(chain / "two" / "model.safetensors")
+    swap = {"0": "1", "1": "0", "2": "2"}
+    moved = {f"constituents.{swap[n.split('.')[1]]}.{n.split('.', 2)[2]}": t
+             for n, t in held.items()}  # fmt: skip
+    save_weights(tmp_path / "model.safetensors", moved, None)
+    with pytest.raises(VerificationError, match="constituent 0 in"):
+        verify(chain / "two" / "certificate.json", tmp_path / "model.safetensors")
+
+
+def test_a_constituent_from_before_in_the_new_file(chain: Path, tmp_path: Path) -> None:
+    told = verify(chain / "two" / "certificate.json").shards
+    touched = next(k for k, first in enumerate(told.trained_from) if first)
+    old = safetensors.torch.load_file(chain / "one" / "model.safetensors")
+    new = safetensors.torch.load_file(chain / "two" / "model.safetensors")
+    kept = {n: old[n] if n.startswith(f"constituents.{touched}.") else t for n, t in new.items()}
+    save_weights(tmp_path / "model.safetensors", kept, None)
+    with pytest.raises(VerificationError, match=f"constituent {touched} in"):
+        verify(chain / "two" / "certificate.json", tmp_path / "model.safetensors")
+
+
+def test_a_record_that_calls_touched_constituents_untouched(chain: Path) -> None:
+    record = RunRecord.load(chain / "two" / "record.json")
+    parent = Certificate.load(chain / "one" / "certificate.json")
+    lie = replace(record, shards=replace(record.shards, trained_from=(0, 0, 0)))
+    with pytest.raises(UnlearningError, match="said to be untouched"):
+        certify(lie, delta=1e-5, parent=parent)
+    short = replace(record, shards=replace(record.shards, hashes=record.shards.hashes[:2]))
+    with pytest.raises(UnlearningError, match="hashes has 2 entries; the recipe has 3 shards"):
+        certify(short, delta=1e-5, parent=parent)
+    with pytest.raises(UnlearningError, match="shards is missing"):
+        certify(replace(record, shards=None), delta=1e-5, parent=parent)
