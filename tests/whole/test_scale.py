@@ -6,22 +6,42 @@ import pytest
 
 from benchmarks.scale import (
     DEVICES,
+    PAGE,
     Costs,
+    plan_head,
     plan_replicated,
     plan_sharded,
     read_costs,
+    write_heads,
+    write_page,
     write_tables,
 )
 
-PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
-COSTS = Costs(noise=10.0, update=25.0, hash=0.5)
+COSTS = Costs(noise=10.0, update=25.0, hash=0.5, product=0.01, factor=0.03, rounding=4.0)
 
 
-def test_the_page_is_what_the_command_prints():
+def test_the_page_is_what_the_command_prints(tmp_path: Path):
     text = PAGE.read_text(encoding="utf-8")
-    shown = text.partition("<!-- tables -->\n")[2].partition("\n<!-- end of tables -->")[0]
-    assert shown == write_tables(read_costs())
-    assert shown != write_tables(COSTS)
+    assert write_tables(read_costs()) in text
+    assert write_heads(read_costs()) in text
+    copy = tmp_path / "scale.md"
+    copy.write_text(text, encoding="utf-8")
+    write_page(copy, read_costs())
+    assert copy.read_text(encoding="utf-8") == text
+    write_page(copy, COSTS)
+    assert write_heads(read_costs()) not in copy.read_text(encoding="utf-8")
+    write_page(copy, read_costs())
+    assert copy.read_text(encoding="utf-8") == text
+
+
+def test_a_head_by_hand():
+    head = plan_head(1e9, 4096, COSTS)
+    assert head.rows == 4120e9
+    assert head.sums == pytest.approx(8 * 4097 * 4098 / 2, rel=1e-3)
+    assert head.operations == pytest.approx(1.6785e16, rel=1e-3)
+    assert head.product == pytest.approx(167_850, rel=1e-3)
+    assert head.rounding == pytest.approx(16_384)
+    assert head.factor == pytest.approx(0.6877, rel=1e-3)
 
 
 def test_the_volumes_by_hand():
