@@ -67,6 +67,18 @@ def test_the_example_of_an_adapter_in_three_commands(tmp_path: Path) -> None:
     assert torch.equal(released[f"base_model.model.{name}"], base[name])
 
 
+@pytest.mark.slow
+def test_the_example_of_an_adapter_for_each_shard(tmp_path: Path) -> None:
+    folder = copy_example("shards", tmp_path / "shards")
+    done = subprocess.run(
+        [sys.executable, "own.py"], cwd=folder, env=make_environment(), check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert "release-2: epsilon = 0" in done.stdout
+    assert "118 texts remain" in done.stdout
+    assert "have the same bits" in done.stdout
+
+
 def test_the_example_of_an_adapter_is_what_init_writes(tmp_path: Path) -> None:
     for path in write_template(tmp_path, "lora"):
         assert path.read_bytes() == (ROOT / "examples" / "lora" / path.name).read_bytes(), path

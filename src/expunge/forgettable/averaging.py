@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -74,10 +75,12 @@ class Ensemble(nn.Module):
 
         each = [self.read_constituent(number) for number in self.numbers]
         if self._mapped and len(each) > 1:
+            stacked = {name: torch.stack([part[name] for part in each]) for name in each[0]}
             try:
-                stacked = {name: torch.stack([part[name] for part in each]) for name in each[0]}
-                return torch.func.vmap(call)(stacked)
-            except (RuntimeError, ValueError, NotImplementedError):
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")  # "performance drop": mapped one by one inside
+                    return torch.func.vmap(call)(stacked)
+            except (RuntimeError, ValueError, NotImplementedError, UserWarning):
                 self._mapped = False
         return torch.stack([call(part) for part in each])
 
