@@ -9,6 +9,7 @@ import typer
 
 from expunge.cli.jobs import shorten
 from expunge.cli.text import AsJson, format_up, print_json
+from expunge.errors import InputError
 
 if TYPE_CHECKING:
     from expunge.jobs.heads import Released
@@ -25,6 +26,13 @@ def learn(
     release: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the head, with its certificate.")
     ] = None,
+    ray: Annotated[bool, typer.Option("--ray", help="Compute features on Ray, here.")] = False,
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Compute them on this Ray cluster.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="With Ray: tasks at once; default: one for each CPU.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Learn a job's examples into a state; again, those that are new.
@@ -33,7 +41,14 @@ def learn(
     """
     from expunge.jobs.heads import learn_job
 
-    done = learn_job(job, out=out, release=release, progress=True)
+    pool = None
+    if ray or ray_address is not None:
+        from expunge.jobs.many import Pool
+
+        pool = Pool(ray_address, workers)
+    elif workers is not None:
+        raise InputError.of("--workers", workers, "left out without --ray")
+    done = learn_job(job, out=out, release=release, pool=pool, progress=True)
     _warn(done.said)
     if as_json:
         facts = {name: getattr(done, name) for name in ("new", "examples", "people", "digest")}

@@ -171,9 +171,7 @@ def print_routes(found: Setting) -> None:
         for route in found.routes:
             _echo(f"  {route.name}: {route.guarantee}; keeps {route.keeps}")
             _echo(f"    a request costs {route.costs}; it asks for {route.asks_for}")
-        _echo(
-            "An old head that was trained otherwise is learned anew, once, from the data that remain."
-        )
+        _echo("A head that was trained otherwise is learned anew, once, from the data that remain.")
     _echo(f"next: {found.next}")
 
 

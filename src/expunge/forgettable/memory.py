@@ -144,10 +144,17 @@ class Memory:
         """U: features are φ/U where they meet real numbers."""
         return 1.0 if self.store is None else self.integers.unit(self.store.layout.inputs)
 
-    def learn(self, features: npt.NDArray[Any], targets: Whole, ids: Sequence[str]) -> int:
+    def learn(
+        self,
+        features: npt.NDArray[Any],
+        targets: Whole,
+        ids: Sequence[str],
+        sums: Sums | None = None,
+    ) -> int:
         """Add rows, all or nothing; returns how many were new: a row that is held is not added.
 
-        Somebody who was forgotten and is learned again leaves the list of the forgotten.
+        Somebody who was forgotten and is learned again leaves the list of the forgotten. ``sums``
+        are those of all rows given, where others have added them up: used if every one is new.
         """
         with self.writing():
             if self.store is None:
@@ -167,7 +174,9 @@ class Memory:
                 )
             forgotten = self.forgotten.difference(back.values())
             files = {"forgotten": b"".join(sorted(forgotten))} if back else {}
-            self._commit(changes, self.sums + self.add(fresh), files)
+            if sums is None or len(fresh) < len(ids):
+                sums = self.add(fresh)
+            self._commit(changes, self.sums + sums, files)
             self.forgotten = forgotten
             return len(fresh)
 

@@ -8,12 +8,14 @@ S(D \\ F), so after a request the head is that of a life that never saw it. (0, 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from expunge.certificates.record import Run, Statistics
 from expunge.errors import InputError, UnlearningError
@@ -23,6 +25,21 @@ from expunge.forgettable.released import HeadModel, Weights, check_inputs, hash_
 from expunge.forgettable.ridge import solve_ridge
 from expunge.forgettable.sums import Sums
 from expunge.recipes import ExactStatistics
+
+Whole = npt.NDArray[Any]
+
+
+class Compute(Protocol):
+    """From pieces (inputs, targets) to the integers and targets to store, and maybe their sums."""
+
+    def __call__(
+        self,
+        features: Features,
+        targets: Targets,
+        pieces: Iterable[tuple[Any, Any]],
+        *,
+        only_single: bool,
+    ) -> tuple[Whole, Whole, Sums | None]: ...
 
 
 class StatisticsHead:
@@ -75,13 +92,13 @@ class StatisticsHead:
         """How many examples are held."""
         return self._memory.sums.rows
 
-    def learn(self, data: Any, ids: Iterable[object]) -> int:
+    def learn(self, data: Any, ids: Iterable[object], compute: Compute | None = None) -> int:
         """Add examples, all or nothing; returns how many were new.
 
         A row with an identifier and content that are already held is the same row: repeating a
-        call that was cut short counts nothing twice.
+        call that was cut short counts nothing twice. ``compute`` finds the integers elsewhere.
         """
-        return learn_rows(self._memory, self.features, data, ids)
+        return learn_rows(self._memory, self.features, data, ids, compute)
 
     def forget(self, ids: Iterable[object]) -> Run:
         """Remove every row of these identifiers and release the head of those that remain."""
@@ -141,19 +158,40 @@ class StatisticsHead:
         return Run(model.eval(), record, frozenset(forgotten))
 
 
-def learn_rows(memory: Memory, features: Features, data: Any, ids: Iterable[object]) -> int:
+def learn_rows(
+    memory: Memory,
+    features: Features,
+    data: Any,
+    ids: Iterable[object],
+    compute: Compute | None = None,
+) -> int:
     """Integers of new examples into a memory; nothing is written where anything is refused."""
     pieces, names = check_inputs(data, ids)
     if len(names) == 0:
         return 0
-    integers, encoded = list[Any](), list[Any]()
-    for inputs, targets in pieces:
-        encoded.append(memory.targets.encode(targets))
-        if memory.store is None and not integers:
-            memory.evaluation = features.choose_evaluation(inputs)
-        single = memory.evaluation == "by construction"
-        integers.append(features.compute(inputs, only_single=single))
-    return memory.learn(np.concatenate(integers), np.concatenate(encoded), names)
+    first = next(pieces)
+    if memory.store is None:
+        memory.evaluation = features.choose_evaluation(first[0])
+    single = memory.evaluation == "by construction"
+    found = (compute or compute_rows)(
+        features, memory.targets, itertools.chain([first], pieces), only_single=single
+    )
+    return memory.learn(found[0], found[1], names, found[2])
+
+
+def compute_rows(
+    features: Features,
+    targets: Targets,
+    pieces: Iterable[tuple[Any, Any]],
+    *,
+    only_single: bool,
+) -> tuple[Whole, Whole, None]:
+    """The integers and targets to store, here and one piece after the other."""
+    integers, encoded = list[Whole](), list[Whole]()
+    for inputs, given in pieces:
+        encoded.append(targets.encode(given))
+        integers.append(features.compute(inputs, only_single=only_single))
+    return np.concatenate(integers), np.concatenate(encoded), None
 
 
 def describe_statistics(memory: Memory, digest: str, head: dict[str, Any]) -> Statistics:

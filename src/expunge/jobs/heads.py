@@ -15,8 +15,9 @@ import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -30,7 +31,7 @@ from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
 from expunge.forgettable.loading import Head, load
 from expunge.forgettable.memory import open_memory
-from expunge.forgettable.statistics import StatisticsHead
+from expunge.forgettable.statistics import Compute, StatisticsHead
 from expunge.forgettable.tangent import TangentFeatures
 from expunge.jobs.data import find_tensors, open_data
 from expunge.jobs.directory import FULL, check_free, write_run
@@ -44,6 +45,9 @@ from expunge.jobs.loading import (
     read_weights,
 )
 from expunge.jobs.tables import StatisticsTable
+
+if TYPE_CHECKING:
+    from expunge.jobs.many import Pool
 
 MOST_PENDING = 1_000_000_000
 
@@ -78,11 +82,13 @@ def learn_job(
     *,
     out: str | Path | None = None,
     release: str | Path | None = None,
+    pool: Pool | None = None,
     progress: bool = False,
 ) -> Learned:
     """Learn a job's examples into its state: all of those that are not held yet, or none.
 
     With ``release`` the head of everything that is held is written there, with its certificate.
+    With ``pool`` features and sums are computed on Ray.
 
     >>> learn_job("/nowhere/job.toml")
     Traceback (most recent call last):
@@ -100,7 +106,8 @@ def learn_job(
         if collate is not None:
             raise InputError("data.load returned 'collate'; a head takes samples one by one")
         with _listening(said), explaining("the network cannot be run on the data", FULL):
-            new = head.learn(find_tensors(train) or train, ids)
+            more: Any = {} if pool is None else {"compute": _spread(pool, len(ids))}
+            new = head.learn(find_tensors(train) or train, ids, **more)
     memory = open_memory(state)
     learned = Learned(
         state,
@@ -269,6 +276,12 @@ def _make_head(made: HeadJobFile, network: nn.Module | None, state: Path, progre
         return kind(features, **own)
     except InputError as error:
         raise InputError(f"{made.path}: {error}") from None
+
+
+def _spread(pool: Pool, count: int) -> Compute:
+    from expunge.jobs.spread import compute_on_ray
+
+    return partial(compute_on_ray, pool=pool, count=count)
 
 
 def _score(model: nn.Module, test: Any) -> float | None:
