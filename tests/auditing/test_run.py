@@ -70,7 +70,7 @@ def test_unusable_directories_are_refused(tmp_path):
     with pytest.raises(CertificateError, match=r"certificate .*certificate\.json is not a file"):
         audit_run(tmp_path)
     make_run(tmp_path, Retraining())
-    with pytest.raises(InputError, match="method is 'retraining'; it must be gradient-clipping"):
+    with pytest.raises(InputError, match="method is 'retraining': it adds no noise"):
         audit_run(tmp_path)
     assert not (tmp_path / "audit.json").exists()
 

@@ -68,7 +68,7 @@ class Precision:
     rounding: float
 
 
-def choose_precision(recipe: NoisyRecipe, size: int) -> Precision:
+def choose_precision(recipe: NoisyRecipe | ConvexHeadRecipe, size: int) -> Precision:
     """The coarsest grid of at most σ_min 2⁻²⁴ that raises μ by less than 0.02 %.
 
     Never finer than σ_min 2⁻³⁴, where a float64 still counts cells exactly.
@@ -77,6 +77,8 @@ def choose_precision(recipe: NoisyRecipe, size: int) -> Precision:
     >>> choose_precision(recipe, 1000) == Precision(grid=2.0**-28, rounding=0.0)
     True
     """
+    if isinstance(recipe, ConvexHeadRecipe):
+        return choose_solution_precision(recipe, size)
     levels = [sigma for sigma in list_levels(recipe) if sigma > 0]
     if not levels:
         return Precision(0.0, 0.0)
@@ -140,7 +142,7 @@ def norm_margin(size: int) -> float:
     return (size + 64) * 2.0**-52
 
 
-def list_levels(recipe: NoisyRecipe) -> list[float]:
+def list_levels(recipe: NoisyRecipe | ConvexHeadRecipe) -> list[float]:
     """The standard deviation of every noise by step number: 0 is the start's, t + 1 is step t's.
 
     >>> list_levels(ModelClipping(model_clip=1.0, learning_rate=0.1, weight_decay=0.0,
@@ -148,7 +150,7 @@ def list_levels(recipe: NoisyRecipe) -> list[float]:
     [0.0, 0.5, 0.5]
     """
     match recipe:
-        case OutputPerturbation(noise_std=sigma):
+        case OutputPerturbation(noise_std=sigma) | ConvexHeadRecipe(noise_std=sigma):
             return [sigma]
         case GradientClipping(noise_std=sigma) | ModelClipping(noise_std=sigma):
             return [recipe.start_noise_std, *schedule(sigma, recipe.steps).tolist()]

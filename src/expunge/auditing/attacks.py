@@ -10,6 +10,9 @@ retained data are the same in both worlds, and as bad as retained data can be:
   is fresh this is useless; where a noise was used before, the model's place tells which noise comes
   next, and the released model gives the start away (erratum E7).
 
+A convex head has no gradients to choose: the worlds are the exact solution and a point at the
+distance τ/m from it, as far as the residual allows.
+
 Scores are learned on some runs and used on others. A projection is the optimal test where the noise
 is Gaussian and independent of the world. The residue of a coordinate modulo a small period is blind
 to such noise, and sees what it should not: noise of too few bits (Mironov 2012), or noise that an
@@ -28,14 +31,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from expunge.accounting.precision import NoisyRecipe
 from expunge.recipes import (
     ComparedTo,
+    ConvexHeadRecipe,
     GradientClipping,
     ModelClipping,
+    NoisyRecipe,
     OutputPerturbation,
     schedule,
 )
+
+Audited = NoisyRecipe | ConvexHeadRecipe
 
 DIRECTION = (0.48, 0.64, 0.6)
 NEAR, FAR = 1.5, 1e6
@@ -72,7 +78,7 @@ class Adversary:
     first ones, if any, before a lattice of ``period``."""
 
     kind: Literal["push", "lattice"]
-    recipe: NoisyRecipe
+    recipe: Audited
     compared_to: ComparedTo
     splits: tuple[float, ...]
     period: float = 0.0
@@ -80,18 +86,22 @@ class Adversary:
 
     def describe(self) -> str:
         """A few words for a report."""
+        if isinstance(self.recipe, ConvexHeadRecipe):
+            return "two solutions at the distance tolerance / weight_decay"
         return "starts apart, " + ("gradients push apart" if self.kind == "push" else "lattice")
 
     def start(self, trials: int) -> Tensor:
         """One row per trial, around the centre: world 1 in even rows, world 0 in odd ones.
 
         Half of the starts are just outside the ball and half are far outside: a clip must bring
-        both to the same place.
+        both to the same place. A convex head's are where they are: nothing clips them.
         """
-        radius = find_reach(self.recipe)
+        radius, solved = find_reach(self.recipe), isinstance(self.recipe, ConvexHeadRecipe)
         row = torch.arange(trials)
-        length = radius * torch.where((row // 2) % 2 == 0, NEAR, FAR).double()
-        side = torch.where(row % 2 == 0, 1.0, -1.0 if self.compared_to == "retrained" else 0.0)
+        outside = torch.where((row // 2) % 2 == 0, NEAR, FAR).double()
+        length = torch.full_like(outside, radius) if solved else radius * outside
+        opposite = self.compared_to == "retrained" and not solved
+        side = torch.where(row % 2 == 0, 1.0, -1.0 if opposite else 0.0)
         return (length * side)[:, None] * torch.tensor(DIRECTION, dtype=torch.float64)
 
     def loss(self, offsets: Tensor, step: Tensor) -> Tensor:
@@ -101,7 +111,7 @@ class Adversary:
     def gradient(self, offsets: Tensor, t: int) -> Tensor:
         """The adversary's choice of g at step t, as a function of where each trial stands."""
         recipe = self.recipe
-        assert not isinstance(recipe, OutputPerturbation)
+        assert not isinstance(recipe, OutputPerturbation | ConvexHeadRecipe)
         u = torch.tensor(DIRECTION, dtype=torch.float64)
         along = offsets @ u
         gamma = float(schedule(recipe.learning_rate, recipe.steps)[t])
@@ -126,14 +136,16 @@ class Adversary:
         return (offsets * rho - goal[:, None] * u) / gamma
 
 
-def replaces_first_step(recipe: NoisyRecipe, compared_to: ComparedTo) -> bool:
+def replaces_first_step(recipe: Audited, compared_to: ComparedTo) -> bool:
     """Model clipping against the centre: the reference is c + ξ_0 after the first step, and goes
     on as the run does (THEORY section 4); it takes no first step of its own."""
     return isinstance(recipe, ModelClipping) and compared_to == "centre"
 
 
-def find_reach(recipe: NoisyRecipe) -> float:
-    """The radius of the ball the start is clipped to; the model's where there is none."""
+def find_reach(recipe: Audited) -> float:
+    """The radius of the ball the start is clipped to; the model's where there is none; τ/m."""
+    if isinstance(recipe, ConvexHeadRecipe):
+        return recipe.tolerance / recipe.weight_decay
     if isinstance(recipe, ModelClipping) and (
         recipe.start_clip is None or math.isinf(recipe.start_clip)
     ):
@@ -142,7 +154,7 @@ def find_reach(recipe: NoisyRecipe) -> float:
 
 
 def list_adversaries(
-    recipe: NoisyRecipe, compared_to: ComparedTo, epsilons: Sequence[float] = (0.0, 1.0)
+    recipe: Audited, compared_to: ComparedTo, epsilons: Sequence[float] = (0.0, 1.0)
 ) -> list[Adversary]:
     """All that are worth a try; ``epsilons`` are where model clipping is attacked.
 
@@ -152,7 +164,7 @@ def list_adversaries(
     ['push']
     """
     match recipe:
-        case OutputPerturbation():
+        case OutputPerturbation() | ConvexHeadRecipe():
             return [Adversary("push", recipe, compared_to, ())]
         case GradientClipping():
             found = [Adversary("push", recipe, compared_to, _split_gradients(recipe, compared_to))]

@@ -31,12 +31,20 @@ import torch
 from scipy import special
 from torch import Tensor, nn
 
-from expunge.accounting.precision import NoisyRecipe, choose_precision
-from expunge.auditing.attacks import find_reach, read_bits
+from expunge.accounting.precision import choose_precision
+from expunge.auditing.attacks import Audited, find_reach, read_bits
 from expunge.auditing.trials import choose_noise
+from expunge.noisy.noise import Noise
 from expunge.noisy.run import unlearn
+from expunge.noisy.solutions import release_solution
 from expunge.progress import show_progress
-from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation, schedule
+from expunge.recipes import (
+    ConvexHeadRecipe,
+    GradientClipping,
+    ModelClipping,
+    OutputPerturbation,
+    schedule,
+)
 
 Array = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -112,7 +120,7 @@ class _Wide(nn.Module):
 
 
 def examine_cells(
-    recipe: NoisyRecipe, *, seed: int | None = None, runs: int = RUNS, progress: bool = False
+    recipe: Audited, *, seed: int | None = None, runs: int = RUNS, progress: bool = False
 ) -> CellCheck | None:
     """The recipe's last steps on a long vector; None where the last of them adds no noise.
 
@@ -124,34 +132,35 @@ def examine_cells(
     steps = _list_steps(recipe)
     if steps[-1].sigma == 0:
         return None
-    batches = [(torch.tensor([s.scale], dtype=torch.float64), torch.zeros(1)) for s in steps]
     size = sum(math.prod(shape) for shape in SHAPES)
     signs = np.where(np.random.default_rng(0).random(size) < 0.5, -1, 1)
-    starts = torch.from_numpy(signs * (STARTS * find_reach(recipe) / math.sqrt(size)))
+    starts = signs * (find_reach(recipe) / math.sqrt(size))
     law = _state_law(recipe, choose_precision(recipe, size).grid, size)
     counts = np.zeros((2, size, COLUMNS), np.uint8)
     for place in show_progress(range(runs), runs, "bits of cells", progress):
         world = place % 2
-        run = unlearn(
-            _Wide(starts if world else -starts),
-            batches,
-            recipe,
-            loss_fn=lambda output, _: output.sum(),
-            noise=choose_noise(seed, (1 << 22) + place),
-        )
-        released = torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]).numpy()
-        counts[world] += law.read(released)
+        noise = choose_noise(seed, (1 << 22) + place)
+        counts[world] += law.read(_release(recipe, starts if world else -starts, steps, noise))
     return _judge(counts, signs, law, runs)
 
 
-def take_last_steps(recipe: NoisyRecipe) -> NoisyRecipe:
+def _release(recipe: Audited, starts: Array, steps: list[_Step], noise: Noise) -> Array:
+    if isinstance(recipe, ConvexHeadRecipe):
+        return release_solution(starts, recipe, noise).weights
+    model = _Wide(torch.from_numpy(STARTS * starts))
+    batches = [(torch.tensor([s.scale], dtype=torch.float64), torch.zeros(1)) for s in steps]
+    run = unlearn(model, batches, recipe, loss_fn=lambda output, _: output.sum(), noise=noise)
+    return torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]).numpy()
+
+
+def take_last_steps(recipe: Audited) -> Audited:
     """Steps whose outcome is known but for its noise: one, where gradients cannot lead back from a
     projection; else at most ``MOST_STEPS``.
 
     >>> take_last_steps(ModelClipping(1.0, 0.1, 0.0, [1.0, 2.0, 3.0, 4.0, 5.0], 5)).noise_std
     (4.0, 5.0)
     """
-    if isinstance(recipe, OutputPerturbation):
+    if isinstance(recipe, OutputPerturbation | ConvexHeadRecipe):
         return recipe
     rates, sigmas = (
         schedule(v, recipe.steps)[-MOST_STEPS:] for v in (recipe.learning_rate, recipe.noise_std)
@@ -176,9 +185,9 @@ class _Step(NamedTuple):
     sigma: float
 
 
-def _list_steps(recipe: NoisyRecipe) -> list[_Step]:
+def _list_steps(recipe: Audited) -> list[_Step]:
     """No gradients; in model clipping those that lead to the centre: x - γ (g + λ x) = 0."""
-    if isinstance(recipe, OutputPerturbation):
+    if isinstance(recipe, OutputPerturbation | ConvexHeadRecipe):
         return [_Step(0.0, 1.0, recipe.noise_std)]
     rates, sigmas = (
         schedule(v, recipe.steps).tolist() for v in (recipe.learning_rate, recipe.noise_std)
@@ -189,10 +198,10 @@ def _list_steps(recipe: NoisyRecipe) -> list[_Step]:
     return [_Step(1 / g - decay, 0.0, s) if g > 0 else _Step(0.0, 1.0, s) for g, s in steps]
 
 
-def _state_law(recipe: NoisyRecipe, grid: float, size: int) -> _Law:
+def _state_law(recipe: Audited, grid: float, size: int) -> _Law:
     """What the steps make of a start on its sphere, and of its noise."""
     mean, variance, clip = find_reach(recipe), 0.0, math.inf
-    if not isinstance(recipe, OutputPerturbation):
+    if not isinstance(recipe, OutputPerturbation | ConvexHeadRecipe):
         variance = recipe.start_noise_std**2
         clip = math.inf if recipe.model_clip is None else recipe.model_clip
     for _, kept, sigma in _list_steps(recipe):

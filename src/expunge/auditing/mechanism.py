@@ -25,10 +25,10 @@ import torch
 from scipy import special
 
 from expunge import recipes
-from expunge.accounting.guarantee import guarantee, log_delta
-from expunge.accounting.precision import NoisyRecipe, choose_precision, list_levels
+from expunge.accounting.guarantee import guarantee, is_exact, log_delta
+from expunge.accounting.precision import choose_precision, list_levels
 from expunge.auditing import attacks, bounds
-from expunge.auditing.attacks import DIRECTION, Adversary, Statistic, replaces_first_step
+from expunge.auditing.attacks import DIRECTION, Adversary, Audited, Statistic, replaces_first_step
 from expunge.auditing.bounds import Audit, Choice, Claim, Counts, RunCheck
 from expunge.auditing.cells import examine_cells
 from expunge.auditing.trials import choose_noise, unlearn_stack
@@ -37,8 +37,17 @@ from expunge.certificates.record import RunRecord
 from expunge.certificates.verification import find_differences
 from expunge.errors import InputError
 from expunge.files import to_plain, write_atomic
+from expunge.noisy.noise import Noise
+from expunge.noisy.solutions import release_solution
 from expunge.progress import Bar
-from expunge.recipes import ComparedTo, Execution, ModelClipping, OutputPerturbation, schedule
+from expunge.recipes import (
+    ComparedTo,
+    ConvexHeadRecipe,
+    Execution,
+    ModelClipping,
+    OutputPerturbation,
+    schedule,
+)
 
 Array = npt.NDArray[np.float64]
 BLOCK, LEAST_BLOCK = 1 << 15, 1 << 10
@@ -52,7 +61,7 @@ _CENTRE = (0.3, -0.2, 0.1)
 
 
 def audit_mechanism(
-    recipe: NoisyRecipe,
+    recipe: Audited,
     *,
     delta: float,
     compared_to: ComparedTo = "retrained",
@@ -134,7 +143,7 @@ def audit_mechanism(
 
 
 def make_claim(
-    recipe: NoisyRecipe,
+    recipe: Audited,
     delta: float,
     compared_to: ComparedTo = "retrained",
     execution: Execution | None = None,
@@ -158,7 +167,7 @@ def make_claim(
     return Claim(found.epsilon, delta, found.mu, curve)
 
 
-def _has_no_reference(recipe: NoisyRecipe, compared_to: ComparedTo) -> bool:
+def _has_no_reference(recipe: Audited, compared_to: ComparedTo) -> bool:
     """Without a learning rate no gradient can bring a noisy start to the centre."""
     if not isinstance(recipe, ModelClipping) or not replaces_first_step(recipe, compared_to):
         return False
@@ -211,27 +220,35 @@ def _run(
     """
     recipe = adversary.recipe
     centre = torch.tensor(_CENTRE, dtype=torch.float64) * attacks.find_reach(recipe)
-    steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
     block = max(BLOCK * 64 // max(64, len(list_levels(recipe))), LEAST_BLOCK)
     done = 0
     for place in itertools.count(first):
         rows = min(block, trials - done)
         if math.isfinite(deadline):
             rows = min(rows, LEAST_BLOCK << min(place - first, 9))
-        released = unlearn_stack(
-            attacks.Trials(adversary.start(rows) + centre),
-            attacks.Instructions(steps, centre),
-            recipe,
-            loss_fn=adversary.loss,
-            noise=choose_noise(seed, place),
-            centre={"weight": centre[:2].expand(rows, 2), "bias": centre[2:].expand(rows, 1)},
-        )
-        with torch.no_grad():
-            points = released(centre).numpy()
+        points = _release(adversary, rows, centre, choose_noise(seed, place))
         yield points[1::2], points[::2]
         done += rows
         if done == trials or time.monotonic() > deadline:
             return
+
+
+def _release(adversary: Adversary, rows: int, centre: torch.Tensor, noise: Noise) -> Array:
+    """What the code that releases makes of the adversary's starts."""
+    recipe, starts = adversary.recipe, adversary.start(rows) + centre
+    if isinstance(recipe, ConvexHeadRecipe):
+        return release_solution(starts.numpy(), recipe, noise).weights - centre.numpy()
+    steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
+    released = unlearn_stack(
+        attacks.Trials(starts),
+        attacks.Instructions(steps, centre),
+        recipe,
+        loss_fn=adversary.loss,
+        noise=noise,
+        centre={"weight": centre[:2].expand(rows, 2), "bias": centre[2:].expand(rows, 1)},
+    )
+    with torch.no_grad():
+        return released(centre).numpy()
 
 
 def _prefer(attempts: list[_Attempt]) -> _Attempt:
@@ -287,12 +304,15 @@ def audit_run(
     folder = Path(directory)
     certificate = Certificate.load(folder / "certificate.json")
     recipe, delta, compared_to = certificate.method, certificate.delta, certificate.compared_to
-    if not isinstance(recipe, NoisyRecipe):
-        raise InputError.of(
-            "method",
-            recipes.method_name(recipe),
-            "gradient-clipping, model-clipping or output-perturbation: it adds no noise to audit",
+    if is_exact(recipe):
+        name = recipes.method_name(recipe)
+        raise InputError(
+            f"method is {name!r}: it adds no noise, so there is nothing to audit; expunge verify "
+            "checks what it says, and the bits of a head with --store"
         )
+    if not isinstance(recipe, Audited):
+        valid = "gradient-clipping, model-clipping, output-perturbation or convex-head"
+        raise InputError.of("method", recipes.method_name(recipe), valid)
     kept = folder / "record.json"
     problems = find_differences(folder / "certificate.json", kept if kept.exists() else None)
     claim = make_claim(recipe, delta, compared_to, certificate.execution)

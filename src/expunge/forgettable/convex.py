@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from expunge.accounting.calibration import calibrate
-from expunge.accounting.precision import LARGEST_CELL, choose_solution_precision
 from expunge.certificates.record import NO_NOISE, Run
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
@@ -38,6 +37,7 @@ from expunge.forgettable.statistics import Compute, describe_statistics, learn_r
 from expunge.forgettable.store import Rows
 from expunge.forgettable.sums import Sums
 from expunge.noisy.noise import Noise, SystemNoise
+from expunge.noisy.solutions import release_solution
 from expunge.recipes import ConvexHeadRecipe, Execution
 
 
@@ -179,18 +179,10 @@ class ConvexHead:
         weights = found.weights
         if not found.reached:
             weights = self._solve_from_zero(changes, sums).weights
-        precision = choose_solution_precision(recipe, weights.size)
-        cells = np.empty(weights.size)
-        noise.begin().draw(cells, step=0, position=0, std=recipe.noise_std / precision.grid)
-        norm = float(np.linalg.norm(cells)) * precision.grid
-        cells += np.rint(weights.ravel() / precision.grid)
-        np.clip(cells, -LARGEST_CELL, LARGEST_CELL, out=cells)
-        released = (cells * precision.grid).reshape(weights.shape)
-        execution = Execution(rounding=precision.rounding)
         self.half_passes = found.half_passes
-        return _Kept(
-            released, recipe, sums.digest(), precision.grid, execution, noise.describe(), norm
-        )
+        made = release_solution(weights, recipe, noise)
+        how = Execution(rounding=made.rounding), noise.describe(), made.noise_norm
+        return _Kept(made.weights, recipe, sums.digest(), made.grid, *how)
 
     def _finish(self, request: Request, kept: _Kept) -> Run:
         before = None if self._kept is None else hash_head(self._kept.weights)
