@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import nn
 
 from expunge.errors import InputError, UnlearningError
+from expunge.forgettable import tangent
 from expunge.forgettable.features import Features, is_invariant
 from expunge.forgettable.integers import Integers
+from expunge.forgettable.tangent import TangentFeatures
 
 
 class ByPlace(nn.Module):
@@ -133,6 +136,26 @@ def test_a_network_that_draws_is_refused() -> None:
 class _Drawing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + torch.randn_like(x)
+
+
+def test_signs_that_are_not_held_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, network = torch.randn(9, 4), nn.Sequential(nn.Linear(4, 30), nn.Tanh(), nn.Linear(30, 2))
+    features = TangentFeatures(network.eval(), 16, seed="signs")
+    held = features.compute(x)
+    monkeypatch.setattr(tangent, "_HELD", 0)
+    assert np.array_equal(features.compute(x), held)
+    monkeypatch.setattr(tangent, "_PIECE", 50)
+    assert not np.array_equal(features.compute(x), held), "a piece is part of the public map"
+
+
+def test_the_bar_shows_how_far_features_are(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    Features(nn.Flatten().eval(), batch_size=2, progress=True).compute(torch.randn(8, 3))
+    assert "features" in capfd.readouterr().err
+    Features(nn.Flatten().eval(), batch_size=2).compute(torch.randn(8, 3))
+    assert capfd.readouterr().err == ""
 
 
 def test_another_network_is_another_description() -> None:

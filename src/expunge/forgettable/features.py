@@ -5,7 +5,12 @@ which tells how many there were. Either one real row is evaluated at a time (**b
 or batches have one fixed shape, padded with zeros, and a self-test on public noise found that
 moving a row and replacing the others changes no bit (**tested**). Some machines pass it for some
 networks and some do not (matrix products on AMD processors depend on the place in a batch), so it
-runs wherever features are computed.
+runs wherever features are computed; ``choose_evaluation`` says which it is, and so does the
+certificate.
+
+Measured here on one thread, EfficientNet-Lite0 at 96 pixels: single examples take 2.4 times as long
+as batches of 32. In float64 they take 14 times as long, and gain only that machines agree more
+often; so where the self-test fails, single examples run in the network's own precision.
 """
 
 from __future__ import annotations
