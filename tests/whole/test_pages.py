@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expunge.jobs.tables import TABLES, PlanTable
+from expunge.jobs.tables import HEAD_TABLES, TABLES, ConvexTable, PlanTable
 from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_commands
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +69,10 @@ def test_every_command_of_a_page_runs_and_prints_what_it_says(
 
 def test_every_key_of_a_job_is_in_its_page() -> None:
     text = (DOCS / "job_file.md").read_text(encoding="utf-8")
-    for table, kind in {**TABLES, "method (plan)": PlanTable}.items():
-        assert f"[{table.removesuffix(' (plan)')}]" in text
+    heads = {f"{table} (head)": kind for table, kind in HEAD_TABLES.items()}
+    tables = {**TABLES, "method (plan)": PlanTable, **heads, "method (convex)": ConvexTable}
+    for table, kind in tables.items():
+        assert f"[{table.partition(' ')[0]}]" in text
         for key, field in kind.model_fields.items():
             row = re.search(rf"^\| `{key}` \|.*$", text, flags=re.MULTILINE)
             assert row, f"{table}.{key}"
