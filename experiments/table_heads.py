@@ -11,7 +11,8 @@ head is softmax regression, from zero or with the noise of (1, 1e-5). Retraining
 fine-tuning (gradient clipping, truly (1, 1e-5)) take 49 epochs of the paper's network: 784-5-10
 on MNIST, 512-32-32 on projected features, 384-32-32 on sentences. Because the heads see all
 features and the paper's network does not, a wider one, d-32-32 on all d of them, is retrained too.
-Every arm chooses one number (λ, m, or a learning rate) on validation data, none on test data.
+Every arm chooses one number (λ, m, or a learning rate) on validation data, none on test data; a
+learning rate with the first seed, for all.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ NAMES = {
     "digits": "digits",
 }
 CLIPPED = Arm("gradient-clipping", "certified")
-RIDGE = (1e-6, 1e-5, 1e-4, 1e-3)
+RIDGE = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 CONVEX = (1e-5,)
-RATES = (0.03, 0.1, 0.3, 1.0)
+RATES = (0.03, 0.1, 0.3)
 BUDGET, SEEDS = 49, 3
 
 
@@ -96,15 +97,29 @@ def run(task: str, options: Options) -> None:
     lives = options.take_part(list_lives(task, seeds))
     run_lives(load_problem(wide, options.root), lives, Store(options.out, f"heads_{wide}"))
     for name, arms in {wide: [RETRAIN], paper: [RETRAIN, CLIPPED]}.items():
+        store = Store(options.out, f"heads_{name}")
         for seed in range(seeds):
-            cases = [Case(arm, budget, seed, rate) for arm in arms for rate in RATES]
+            cases = [c for arm in arms for c in list_cases(arm, budget, seed, store)]
             run_cases(
                 replace(load_problem(name, options.root), forget_seed=seed),
                 options.take_part(cases),
-                Store(options.out, f"heads_{name}"),
+                store,
                 model_seeds=seeds,
                 compile=options.compile or True,
             )
+
+
+def list_cases(arm: Arm, budget: float, seed: int, store: Store) -> list[Case]:
+    """All rates with seed 0; the other seeds take the one that was best on validation data."""
+    trials = [Case(arm, budget, 0, rate) for rate in RATES]
+    if seed == 0:
+        return trials
+    done = store.read()
+    tried = {
+        case.learning_rate: done[case.key]["validation"] for case in trials if case.key in done
+    }
+    rates = RATES if len(tried) < len(RATES) else [max(RATES, key=lambda rate: tried[rate])]
+    return [Case(arm, budget, seed, rate) for rate in rates]
 
 
 @dataclass(frozen=True)
