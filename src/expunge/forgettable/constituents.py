@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -216,6 +217,19 @@ def check_plan(plan: Plan, data: Examples) -> None:
             "training gives other weights when it is run again with the same seed; draw from the "
             "seed only, or pass deterministic=False"
         )
+
+
+def measure_work(sizes: Sequence[Sequence[int]], touched: Mapping[int, int]) -> float:
+    """What training the ``touched`` shards again from their slice costs, as a part of training all.
+
+    With n_i examples in slice i, stage j costs n_1 + … + n_j; ``touched`` is {shard: slice from 0}.
+
+    >>> [measure_work([[10] * 4] * 8, {0: part}) for part in range(4)]
+    [0.125, 0.1125, 0.0875, 0.05]
+    """
+    stages = [list(accumulate(of_shard)) for of_shard in sizes]
+    again = sum(sum(stages[shard][first:]) for shard, first in touched.items())
+    return again / max(sum(map(sum, stages)), 1)
 
 
 def begin_lineage(settings: Mapping[str, Any], shard: int) -> bytes:

@@ -61,6 +61,7 @@ from expunge.forgettable.constituents import (
     list_every,
     list_lineages,
     list_own,
+    measure_work,
     read_checkpoint,
     train_constituent,
 )
@@ -166,12 +167,16 @@ class Shards:
         """How many examples are held."""
         return sum(self.count_samples())
 
-    def count_samples(self) -> tuple[int, ...]:
-        """How many examples each shard holds."""
+    def count_slices(self) -> tuple[tuple[int, ...], ...]:
+        """How many examples each slice of each shard holds."""
         return tuple(
-            sum(len(Examples.from_bytes(raw)) for raw in self._read(shard) if raw)
+            tuple(len(Examples.from_bytes(raw)) if raw else 0 for raw in self._read(shard))
             for shard in range(self.plan.assignment.shards)
         )
+
+    def count_samples(self) -> tuple[int, ...]:
+        """How many examples each shard holds."""
+        return tuple(map(sum, self.count_slices()))
 
     def learn(self, data: Any, ids: Iterable[object]) -> int:
         """Add examples and train what they touch; returns how many were new.
@@ -268,6 +273,10 @@ class Shards:
             data = join(Examples.from_bytes(raw) for raw in files[:stage] if raw)
             tensors = self.plan.train_stage(tensors, data, shard, stage)
         return hash_weights(tensors or {})
+
+    def measure(self, ids: Iterable[object]) -> float:
+        """What forgetting ``ids`` would cost, as a part of the ensemble's own training."""
+        return measure_work(self.count_slices(), self.plan.assignment.find_touched(read_ids(ids)))
 
     def check(self, certificate: Certificate) -> None:
         """Train every constituent that the certificate's request touched again, and compare bits.

@@ -58,6 +58,13 @@ class Assignment:
         first, second = int.from_bytes(name[:8], "big"), int.from_bytes(name[8:16], "big")
         return first * self.shards >> 64, second * self.slices >> 64
 
+    def find_touched(self, ids: Iterable[str]) -> dict[int, int]:
+        """{shard: the first slice that holds one of these identifiers}."""
+        touched: dict[int, int] = {}
+        for shard, part in (self.find_place(self.name(identifier)) for identifier in ids):
+            touched[shard] = min(part, touched.get(shard, part))
+        return touched
+
 
 @dataclass(frozen=True, eq=False)
 class Examples:
