@@ -96,7 +96,9 @@ def bound_error(loss: Loss, sizes: Sizes, weight_decay: float) -> float:
 
     With u = 2⁻⁵³, a = max ‖φ‖/U and s = a ‖W‖ (no score is larger): scores err by
     e_z = (p + 4) u s; residuals by e_r, below; the mean over rows by (block + blocks + 8) u times
-    the mean of a ‖r‖; the ridge by 4 u m ‖W‖. 10 % covers second-order terms.
+    the mean of a ‖r‖; the ridge by 4 u m ‖W‖. 10 % covers second-order terms. In softmax both the
+    shifted scores, at most √2 s, and their exponentials are rounded above and below the fraction,
+    and ‖∂p/∂z‖ ≤ 1/2; in the others no ∂r/∂z is above 1/4, 2 and e^z.
 
         softmax        e_r = 2 e_z + (2 s + q + 16) u       logistic   e_r = e_z + 16 u √q
         squared hinge  e_r = 2 e_z + 8 u (√q + s)           Poisson    e_r = ‖e^z‖ (e_z + 16 u)
@@ -111,7 +113,8 @@ def bound_error(loss: Loss, sizes: Sizes, weight_decay: float) -> float:
         case "squared-hinge":
             residual = 2 * scores + 8 * UNIT * (math.sqrt(q) + s)
         case "poisson":
-            residual = sizes.rate * (math.expm1(min(scores, 1.0)) + 16 * UNIT)
+            grown = math.expm1(scores) if scores < 1 else math.inf
+            residual = sizes.rate * (grown + 16 * UNIT)
     blocks = -(-sizes.rows // sizes.block)
     adding = (sizes.block + blocks + 8) * UNIT * sizes.residual
     ridge = 4 * UNIT * weight_decay * sizes.length
