@@ -9,7 +9,9 @@ import secrets
 import stat
 import sys
 from collections.abc import Generator, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +24,9 @@ else:
     import fcntl
 
     _AT_ONCE = os.O_NONBLOCK
+
+
+_LATER = ContextVar("_LATER", default=False)
 
 
 def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -> None:
@@ -41,12 +46,32 @@ def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -
         with temporary.open("xb") as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
-            os.fsync(file.fileno())
+            if not _LATER.get():
+                os.fsync(file.fileno())
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(target.parent)
+    if not _LATER.get():
+        _sync_folder(target.parent)
+
+
+@contextmanager
+def synced_together(folder: Path) -> Generator[None]:
+    """Files written into a new folder meanwhile are made durable at the end, all at once."""
+    token = _LATER.set(True)
+    try:
+        yield
+    finally:
+        _LATER.reset(token)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(_sync_file, [path for path in folder.rglob("*") if path.is_file()]))
+    _sync_folder(folder)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def open_regular(path: str | Path, what: str) -> BufferedReader:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
 from expunge.errors import CertificateError, InputError, RunError, UnlearningError
-from expunge.files import hold_lock, read_limited, to_plain, write_atomic
+from expunge.files import hold_lock, read_limited, synced_together, to_plain, write_atomic
 from expunge.jobs.jobfile import JobFile, list_files
 from expunge.processes.stopping import Stopped
 from expunge.reports.page import write_report
@@ -103,16 +103,17 @@ def write_run(
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         draft.mkdir()
         try:
-            if sharded:
-                save_together(draft, tensors, facts, group)
-            else:
-                save_weights(draft / "model.safetensors", tensors, facts)
-            record.save(draft / "record.json")
-            certificate.save(draft / "certificate.json")
-            plain = to_plain(metrics or {})
-            text = json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1)
-            write_atomic(draft / "metrics.json", (text + "\n").encode())
-            write_report(draft)
+            with synced_together(draft):
+                if sharded:
+                    save_together(draft, tensors, facts, group)
+                else:
+                    save_weights(draft / "model.safetensors", tensors, facts)
+                record.save(draft / "record.json")
+                certificate.save(draft / "certificate.json")
+                plain = to_plain(metrics or {})
+                text = json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1)
+                write_atomic(draft / "metrics.json", (text + "\n").encode())
+                write_report(draft)
             draft.replace(target)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)

@@ -106,8 +106,8 @@ def learn_job(
         if collate is not None:
             raise InputError("data.load returned 'collate'; a head takes samples one by one")
         with _listening(said), explaining("the network cannot be run on the data", FULL):
-            more: Any = {} if pool is None else {"compute": _spread(pool, len(ids))}
-            new = head.learn(find_tensors(train) or train, ids, **more)
+            compute = None if pool is None else _spread(pool, len(ids))
+            new = head.learn(find_tensors(train) or train, ids, compute)
     memory = open_memory(state)
     learned = Learned(
         state,
