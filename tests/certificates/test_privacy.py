@@ -9,8 +9,9 @@ from typing import Union, get_args, get_origin
 import pytest
 
 from expunge.certificates.certificate import certify
+from expunge.certificates.record import Statistics
 from expunge.certificates.schema import CertificateWire, Wire
-from expunge.recipes import GroupDPSGD
+from expunge.recipes import ConvexHeadRecipe, Execution, GroupDPSGD
 from handmade import GRADIENT, make_record, make_trace
 
 RECIPE = "a function of the recipe, which is chosen without the forget data"
@@ -48,7 +49,7 @@ REASONS = {
     "finetune.schedule": OPERATOR, "finetune.gradient_evaluations": NOISY,
     "finetune.data.algorithm": PUBLIC, "finetune.data.root": SALTED,
     "finetune.data.count": NOISY, "finetune.data.samples": NOISY, "finetune.checked": OPERATOR,
-    "gradient_evaluations": "batches of retained data; null for DP-SGD, which samples all data",
+    "gradient_evaluations": "retained data; null where others show in it (DP-SGD, warm starts)",
     "resumed": OPERATOR, "device": PUBLIC, "dtype": PUBLIC, "versions": PUBLIC,
     "created": "the time of the last step, to the second; no duration",
     "parent": "a published certificate", "record": SALTED, "digest": DERIVED,
@@ -92,6 +93,20 @@ def test_every_field_has_its_reason() -> None:
 )
 def test_what_no_noise_covers_changes_only_the_blinded_hash(changes) -> None:
     one, other = certify(make_record(), delta=1e-5), certify(make_record(**changes), delta=1e-5)
+    ours, theirs = one.model_dump(), other.model_dump()
+    assert {name for name in ours if ours[name] != theirs[name]} == {"record", "digest"}
+
+
+def test_passes_from_weights_that_saw_the_forgotten_are_not_published() -> None:
+    """A solve from zero is a function of retained rows, and is told."""
+    recipe = ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=1e-3)
+    noisy = {"finetune": None, "weights_noisy": make_record().weights_after, "grid": 2.0**-34,
+             "execution": Execution(rounding=1e-8), "retain": None,
+             "statistics": Statistics({}, {}, 10, "1" * 64)}  # fmt: skip
+    one, other = (
+        certify(make_record(recipe, gradient_evaluations=n, **noisy), delta=1e-5) for n in (99, 100)
+    )
+    assert one.gradient_evaluations is None
     ours, theirs = one.model_dump(), other.model_dump()
     assert {name for name in ours if ours[name] != theirs[name]} == {"record", "digest"}
 

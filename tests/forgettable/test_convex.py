@@ -21,6 +21,7 @@ from expunge.forgettable.losses import LOSSES, evaluate
 from expunge.forgettable.solver import Objective, Solution, solve
 from expunge.noisy.noise import SeededNoise
 from expunge.recipes import ConvexHeadRecipe, Execution
+from expunge.reports.page import render_report
 
 KEY = bytes(32)
 
@@ -305,6 +306,25 @@ def test_the_certificate_names_no_weights_that_were_never_released() -> None:
         assert run.record.weights_before not in text
         published.append(text)
     assert published[0] == published[1]
+
+
+def test_the_report_tells_passes_from_zero_alone() -> None:
+    """Those from the weights before depend on the forgotten: in no record, certificate or page."""
+    x, y, ids = make_data()
+    head = make_head()
+    head.learn((x, y), ids)
+    head.release()
+    for budget in ({}, {"epsilon": 1.0, "delta": 1e-5}):
+        run = head.forget([ids[len(budget)]], **budget)
+        certificate = certify(run.record, delta=1e-5)
+        page = render_report(run.record, certificate)
+        counted = run.record.gradient_evaluations
+        if budget:
+            assert (counted, certificate.gradient_evaluations) == (0, None)
+            assert "depends on what was forgotten, and no noise covers that" in page
+        else:
+            assert counted == certificate.gradient_evaluations == len(head) * head.half_passes // 2
+            assert "the way that was taken" in page
 
 
 def test_a_start_that_does_not_converge_is_replaced_by_zero(monkeypatch) -> None:

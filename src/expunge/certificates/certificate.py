@@ -41,7 +41,15 @@ from expunge.certificates.wording import (
 )
 from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.files import read_limited, write_atomic
-from expunge.recipes import ComparedTo, Execution, GroupDPSGD, Guarantee, Problem, Recipe
+from expunge.recipes import (
+    ComparedTo,
+    ConvexHeadRecipe,
+    Execution,
+    GroupDPSGD,
+    Guarantee,
+    Problem,
+    Recipe,
+)
 
 MAX_BYTES = 100_000_000
 _BLANK = "0" * 64
@@ -326,8 +334,15 @@ def _describe_guarantee(
 def _describe_run(record: RunRecord, parent: str | None, version: int) -> dict[str, Any]:
     """What may be published: nothing here is a function of the old model that no noise covers."""
     finetune = record.finetune
-    # Sizes of Poisson samples tell who was in them; version 1 told them.
-    told = version == 1 or not isinstance(record.recipe, GroupDPSGD)
+    # Sizes of Poisson samples tell who was in them, and passes from weights that saw the forgotten
+    # depend on them; version 1 told them.
+    match record.recipe:
+        case GroupDPSGD():
+            told = version == 1
+        case ConvexHeadRecipe(noise_std=sigma):
+            told = sigma == 0
+        case _:
+            told = True
     return {
         "recipe": encode(recipes.to_dict(record.recipe)),
         "schedule": describe_schedule(record.recipe),

@@ -163,7 +163,7 @@ class ConvexHead:
                 f"from zero the gradient stays at {found.bound:.1e}, above the tolerance "
                 f"{self.recipe.tolerance:.1e}; a larger tolerance or weight_decay can be reached"
             )
-        return _Kept(found.weights, self.recipe, sums.digest())
+        return _Kept(found.weights, self.recipe, sums.digest(), half_passes=found.half_passes)
 
     def _perturb(self, request: Request, epsilon: float, delta: float, noise: Noise) -> _Kept:
         """W + N(0, σ²I) on the grid, with ‖∇F(W)‖ ≤ τ from wherever it was reached."""
@@ -222,12 +222,17 @@ class ConvexHead:
             noise_norm=kept.noise_norm,
         )
         memory = self._memory
+        record = replace(record, gradient_evaluations=memory.sums.rows * kept.half_passes // 2)
         model = HeadModel(self.features, kept.weights, memory.unit, memory.targets.scale)
         return Run(model.eval(), record, frozenset(forgotten))
 
 
 class _Kept:
-    """The weights a later run may start from: released with noise, or solved from zero."""
+    """The weights a later run may start from: released with noise, or solved from zero.
+
+    ``half_passes`` are those from zero, a function of the rows; those of a noisy release depend on
+    where it started, hence on forgotten rows, and are kept nowhere.
+    """
 
     def __init__(
         self,
@@ -238,10 +243,11 @@ class _Kept:
         execution: Execution | None = None,
         noise: Mapping[str, Any] = NO_NOISE,
         noise_norm: float | None = None,
+        half_passes: int = 0,
     ) -> None:
         self.weights, self.recipe, self.digest = weights, recipe, digest
         self.grid, self.execution = grid, execution or Execution()
-        self.noise, self.noise_norm = noise, noise_norm
+        self.noise, self.noise_norm, self.half_passes = noise, noise_norm, half_passes
 
     def to_bytes(self) -> bytes:
         facts = {
@@ -252,6 +258,7 @@ class _Kept:
             "rounding": self.execution.rounding,
             "noise": dict(self.noise),
             "noise_norm": self.noise_norm,
+            "half_passes": self.half_passes,
         }
         head = json.dumps(facts, sort_keys=True).encode()
         return head + b"\n" + self.weights.astype("<f8", copy=False).tobytes()
@@ -263,5 +270,6 @@ class _Kept:
         weights = np.frombuffer(raw, "<f8").reshape(facts["shape"]).astype(np.float64)
         recipe = ConvexHeadRecipe(*facts["recipe"])
         execution = Execution(rounding=facts["rounding"])
-        rest = (facts["grid"], execution, facts["noise"], facts["noise_norm"])
+        taken = facts.get("half_passes", 0)
+        rest = (facts["grid"], execution, facts["noise"], facts["noise_norm"], taken)
         return cls(weights, recipe, facts["digest"], *rest)

@@ -140,7 +140,8 @@ def solve(objective: Objective, start: Array, tolerance: float) -> Solution:
         if best.reached or not math.isfinite(bound):
             break
         norm = float(np.linalg.norm(g))
-        D = _solve_direction(objective, states, g, max(_FORCING * norm, tolerance / 2), kept)
+        aim = max(min(_FORCING, 3 * math.sqrt(norm)) * norm, tolerance / 2)
+        D = _solve_direction(objective, states, g, aim, kept)
         W, (value, g, bound, states) = _search(objective, W, D, value, g)
         if bound >= best.bound and norm <= 4 * tolerance:
             break

@@ -1,0 +1,174 @@
+"""Convex heads: half-passes and seconds to the tolerance from three starts, and what noise costs.
+
+A half-pass is a product of all rows with the features or their transpose. Softmax regression with
+m = 1e-5 and τ = 1e-9 on CIFAR-10 by EfficientNet-Lite0 at 96 pixels where ``experiments`` has
+extracted it (``EXPUNGE_DATA``), else on drawn features of the same shape, whose rows name no target
+of the prototype (THEORY, section 11). Both starts are solved on the same retained rows, one after
+the other in each round.
+
+    .venv/bin/python -m benchmarks.run convex
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize
+
+import cifar
+import features
+from benchmarks.timing import compare
+from expunge.accounting.calibration import calibrate
+from expunge.errors import ExpungeError
+from expunge.forgettable.convex import ConvexHead
+from expunge.forgettable.features import Features
+from expunge.forgettable.ridge import one_thread
+from expunge.forgettable.solver import Objective
+from expunge.noisy.noise import SeededNoise
+from expunge.noisy.solutions import release_solution
+
+Array = npt.NDArray[np.float64]
+ROWS, WIDTH, CLASSES = 50_000, 1_280, 10
+PROTOTYPE = {0: 377, 1: 72, 50: 146, 5_000: 204}
+SEEDS = 3
+EPSILON, DELTA, MOST_POINTS = 1.0, 1e-5, 0.05
+PIXELS = 96
+
+
+def run() -> list[dict[str, Any]]:
+    (x, y), (test_x, test_y), real = load_data()
+    ids = [f"user-{i}" for i in range(len(x))]
+    head = ConvexHead(Features(), classes=CLASSES)
+    head.learn((x, y), ids)
+    before = head.release().model.weight.numpy()
+    rows = _compare_starts(head, ids, before, real)
+    rows += _compare_solvers(head)
+    rows += _compare_accuracy(head, ids, before, test_x, test_y)
+    return [*rows, _start_from_released(head, ids)]
+
+
+def load_data() -> tuple[tuple[Array, Any], tuple[Array, Any], bool]:
+    """(training, test, whether they are CIFAR-10's)."""
+    try:
+        task = cifar.load("cifar10", validation=0)
+        backbone = features.load_efficientnet_lite0(size=PIXELS)
+        if features.cache_path(task.train, backbone).exists():
+            parts = [features.extract(part, backbone) for part in (task.train, task.test)]
+            train, test = ((part.inputs.numpy(), part.targets.numpy()) for part in parts)
+            return train, test, True
+    except (ExpungeError, OSError):
+        pass
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, CLASSES, ROWS + 10_000)
+    hidden = rng.normal(size=(CLASSES, 64))[y] * 0.5 + rng.normal(size=(len(y), 64))
+    x = np.maximum(hidden @ rng.normal(size=(64, WIDTH)) + 4 * rng.normal(size=(len(y), WIDTH)), 0)
+    return (x[:ROWS], y[:ROWS]), (x[ROWS:], y[ROWS:]), False
+
+
+def _compare_starts(
+    head: ConvexHead, ids: list[str], before: Array, real: bool
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for count in (1, 50, 5_000):
+        request = head._memory.plan(ids[:count])
+        left = request.changes, request.sums
+        passes: dict[str, int] = {}
+        times: dict[str, list[float]] = {"zero": [], "before": []}
+        for _ in range(2):
+            for name, start in (("zero", None), ("before", before)):
+                started = time.perf_counter()
+                found = head._solve(*left, start)
+                times[name].append(time.perf_counter() - started)
+                passes[name] = found.half_passes
+                assert found.reached
+        what = f"{count:,} of {len(ids):,} forgotten"
+        named = ((f"from before ({passes['before']})", passes["before"], count),)
+        if count == 1:
+            named += ((f"from zero ({passes['zero']})", passes["zero"], 0),)
+        for words, found, at in named:
+            title = f"half-passes {words} / prototype ({PROTOTYPE[at]}), {what}"
+            rows.append(state(title, found / PROTOTYPE[at], 1.0 if real else None))
+        share = passes["before"] / passes["zero"]
+        rows.append(state(f"half-passes from before / from zero ({passes['zero']}), {what}", share))
+        title = f"seconds from before / from zero, {what}"
+        rows.append(compare(title, times, "before", "zero"))
+    return rows
+
+
+def _compare_solvers(head: ConvexHead) -> list[dict[str, Any]]:
+    """L-BFGS without a preconditioner, on all rows from zero."""
+    memory, m = head._memory, head.recipe.weight_decay
+    newton = head._solve({}, memory.sums, None).half_passes
+    blocks = list(memory.read_blocks())
+    objective = Objective("softmax", m, memory.unit, blocks, memory.sums.gram.astype(np.float64))
+    with one_thread():
+        found = solve_by_lbfgs(objective.evaluate, memory.sums.cross.shape, head.recipe.tolerance)
+    title = f"half-passes, Newton-CG ({newton}) / L-BFGS ({2 * found}), from zero"
+    return [state(title, newton / (2 * found), 1.0)]
+
+
+def solve_by_lbfgs(
+    evaluate: Callable[[Array], Any], shape: tuple[int, ...], tolerance: float, most: int = 1500
+) -> int:
+    """How many evaluations L-BFGS takes from zero; ``most`` if it does not get there."""
+    count, reached = 0, False
+
+    def ask(w: Array) -> tuple[float, Array]:
+        nonlocal count, reached
+        value, gradient, bound, _ = evaluate(w.reshape(shape))
+        count, reached = count + (not reached), reached or bound <= tolerance
+        return value, np.zeros_like(w) if reached else gradient.ravel()
+
+    start = np.zeros(int(np.prod(shape)))
+    options = {"maxcor": 20, "maxiter": most, "maxfun": most, "gtol": 0.0, "ftol": 0.0}
+    optimize.minimize(ask, start, jac=True, method="L-BFGS-B", options=options)
+    return count if reached else most
+
+
+def _compare_accuracy(
+    head: ConvexHead, ids: list[str], before: Array, x: Array, y: Any
+) -> list[dict[str, Any]]:
+    """Test accuracy with noise minus without, for each of three forgotten tenths."""
+    recipe = calibrate(
+        lambda s: replace(head.recipe, noise_std=s),
+        epsilon=EPSILON,
+        delta=DELTA,
+        parameters=before.size,
+    )
+    phi = head.features.integers.expand(head.features.compute(x)).astype(np.float64)
+    phi /= head._memory.unit
+    changes: list[float] = []
+    plain: list[float] = []
+    for seed in range(SEEDS):
+        gone = np.random.default_rng(seed).choice(len(ids), len(ids) // 10, replace=False)
+        request = head._memory.plan([ids[i] for i in gone])
+        weights = head._solve(request.changes, request.sums, before).weights
+        noisy = release_solution(weights, recipe, SeededNoise(seed)).weights
+        found = [100 * float(np.mean((phi @ w).argmax(axis=1) == y)) for w in (weights, noisy)]
+        plain.append(found[0])
+        changes.append(found[1] - found[0])
+    worst = max(map(abs, changes))
+    told = ", ".join(f"{c:+.2f}" for c in changes)
+    title = (
+        f"points that the noise of ({EPSILON:g}, {DELTA:g}) moves {np.mean(plain):.2f} % ({told})"
+    )
+    return [state(title, worst, MOST_POINTS)]
+
+
+def _start_from_released(head: ConvexHead, ids: list[str]) -> dict[str, Any]:
+    """The second noisy request starts from what the first released, noise and all."""
+    head.forget(ids[:1], epsilon=EPSILON, delta=DELTA, noise=SeededNoise(0))
+    found = head.measure(ids[1:2])
+    title = f"half-passes from released ({found['released']}) / from zero, a second request of one"
+    return state(title, found["released"] / found["zero"])
+
+
+def state(name: str, ratio: float, target: float | None = None) -> dict[str, Any]:
+    """A row that was counted, not timed."""
+    met = None if target is None else ratio <= target
+    return {"name": name, "ratio": ratio, "target": target, "direction": "at most", "met": met}
