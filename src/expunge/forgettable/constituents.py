@@ -16,6 +16,7 @@ how many constituents are trained at once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -238,11 +239,11 @@ def begin_lineage(settings: Mapping[str, Any], shard: int) -> bytes:
     return hashlib.sha256(b"expunge/constituent-1\0" + text.encode()).digest()
 
 
-def list_lineages(settings: Mapping[str, Any], shard: int, files: Iterable[bytes]) -> list[str]:
-    """L_1 … L_R, from the bytes of the slices' files."""
+def list_lineages(settings: Mapping[str, Any], shard: int, digests: Iterable[bytes]) -> list[str]:
+    """L_1 … L_R, from the SHA-256 of the slices' files."""
     at, found = begin_lineage(settings, shard), list[str]()
-    for data in files:
-        at = hashlib.sha256(at + hashlib.sha256(data).digest()).digest()
+    for digest in digests:
+        at = hashlib.sha256(at + digest).digest()
         found.append(at.hex())
     return found
 
@@ -269,6 +270,17 @@ def read_checkpoint(path: Path, lineage: str) -> Tensors | None:
 
 
 @dataclass(frozen=True)
+class Held:
+    """One slice: the SHA-256 of its file, and how many examples it holds."""
+
+    digest: bytes
+    samples: int
+
+
+_EMPTY = Held(hashlib.sha256(b"").digest(), 0)
+
+
+@dataclass(frozen=True)
 class Folder:
     """Where the slices and checkpoints of an ensemble lie."""
 
@@ -280,14 +292,30 @@ class Folder:
     def checkpoint_name(self, shard: int, part: int) -> str:
         return f"checkpoints/{shard:03x}-{part:03x}"
 
-    def read_slice(self, shard: int, part: int) -> bytes:
-        """The bytes of a slice's file; none for an empty slice."""
+    def read_slice(self, shard: int, part: int) -> Examples | None:
+        """The examples of a slice; None for an empty one."""
         file = self.path / self.slice_name(shard, part)
-        return file.read_bytes() if file.exists() else b""
+        return Examples.from_bytes(file.read_bytes()) if file.exists() else None
 
-    def read_slices(self, shard: int, slices: int) -> list[bytes]:
-        """The bytes of all slices of a shard."""
-        return [self.read_slice(shard, part) for part in range(slices)]
+    def read_slices(self, shard: int, stages: int) -> Examples:
+        """The examples of the first slices of a shard, one after the other."""
+        parts = [self.read_slice(shard, part) for part in range(stages)]
+        return join(part for part in parts if part is not None)
+
+    def scan(self, shard: int, part: int) -> Held:
+        """What a slice holds; its file is read again only if it is another one."""
+        file = self.path / self.slice_name(shard, part)
+        try:
+            found = file.stat()
+        except FileNotFoundError:
+            return _EMPTY
+        return _scan(file, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+@functools.lru_cache(maxsize=65_536)
+def _scan(file: Path, inode: int, changed: int, size: int) -> Held:
+    raw = file.read_bytes()
+    return Held(hashlib.sha256(raw).digest(), len(Examples.from_bytes(raw)))
 
 
 def train_constituent(
@@ -298,25 +326,26 @@ def train_constituent(
     Returns (the first stage that was trained, or 0; examples that went through training).
     """
     slices = plan.assignment.slices
-    files = folder.read_slices(shard, slices)
-    lineages = list_lineages(settings, shard, files)
-    tensors: Tensors | None = None
-    first = valid = 0
-    for stage in range(slices, 0, -1):
-        path = folder.path / folder.checkpoint_name(shard, stage - 1)
-        tensors = read_checkpoint(path, lineages[stage - 1])
-        if tensors is not None:
-            valid = stage
-            break
-    seen = 0
-    parts = [Examples.from_bytes(data) for data in files if data] if valid < slices else []
-    if not parts:
+    held = [folder.scan(shard, part) for part in range(slices)]
+    if not any(one.samples for one in held):
         return 0, 0
+    lineages = list_lineages(settings, shard, (one.digest for one in held))
+    valid, tensors = _find_last(folder, shard, lineages)
+    seen = 0
     for stage in range(valid + 1, slices + 1):
-        first = first or stage
-        data = join(Examples.from_bytes(raw) for raw in files[:stage] if raw)
+        data = folder.read_slices(shard, stage)
         tensors = plan.train_stage(tensors, data, shard, stage)
         seen += len(data)
         path = folder.path / folder.checkpoint_name(shard, stage - 1)
         write_checkpoint(path, tensors, lineages[stage - 1])
-    return first, seen
+    return (valid + 1 if valid < slices else 0), seen
+
+
+def _find_last(folder: Folder, shard: int, lineages: list[str]) -> tuple[int, Tensors | None]:
+    """The last stage that has a valid checkpoint, and its tensors; 0 for none."""
+    for stage in range(len(lineages), 0, -1):
+        path = folder.path / folder.checkpoint_name(shard, stage - 1)
+        tensors = read_checkpoint(path, lineages[stage - 1])
+        if tensors is not None:
+            return stage, tensors
+    return 0, None

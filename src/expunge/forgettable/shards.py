@@ -53,6 +53,7 @@ from expunge.forgettable.constituents import (
     FEWEST,
     Build,
     Folder,
+    Held,
     Plan,
     Tensors,
     Train,
@@ -170,7 +171,7 @@ class Shards:
     def count_slices(self) -> tuple[tuple[int, ...], ...]:
         """How many examples each slice of each shard holds."""
         return tuple(
-            tuple(len(Examples.from_bytes(raw)) if raw else 0 for raw in self._read(shard))
+            tuple(held.samples for held in self._scan(shard))
             for shard in range(self.plan.assignment.shards)
         )
 
@@ -193,12 +194,12 @@ class Shards:
                 self._create(examples)
             files, new = dict[str, bytes](), 0
             for place, part in split(self.plan.assignment, examples).items():
-                raw = self._folder.read_slice(*place)
-                held = Examples.from_bytes(raw) if raw else None
+                held = self._folder.read_slice(*place)
                 joined = add(held, part)
-                new += len(joined) - (0 if held is None else len(held))
-                if (fresh := joined.to_bytes()) != raw:
-                    files |= self._replace(place, fresh)
+                gained = len(joined) - (0 if held is None else len(held))
+                if gained:
+                    files |= self._replace(place, joined.to_bytes())
+                    new += gained
             self._check_shapes(examples)
             back = self._read_forgotten() & set(examples.read_names())
             if back:
@@ -268,9 +269,8 @@ class Shards:
     def retrain(self, shard: int) -> str:
         """The hash of a constituent trained again from nothing on the examples that are held."""
         tensors: Tensors | None = None
-        files = self._read(shard)
         for stage in range(1, self.plan.assignment.slices + 1):
-            data = join(Examples.from_bytes(raw) for raw in files[:stage] if raw)
+            data = self._folder.read_slices(shard, stage)
             tensors = self.plan.train_stage(tensors, data, shard, stage)
         return hash_weights(tensors or {})
 
@@ -316,8 +316,8 @@ class Shards:
         with self._holding(writing=False):
             if sharding.digest != self.digest():
                 raise InputError("the examples held now are not those of this run; release again")
-            parts = [self._read(k) for k in range(self.plan.assignment.shards)]
-        held = join(Examples.from_bytes(raw) for files in parts for raw in files if raw)
+            slices, shards = self.plan.assignment.slices, range(self.plan.assignment.shards)
+            held = join(self._folder.read_slices(shard, slices) for shard in shards)
         prepare = options.get("prepare")
         with torch.no_grad():
             batches = (held.inputs if prepare is None else prepare(held.inputs)).split(1024)
@@ -335,11 +335,11 @@ class Shards:
         )
         return Run(student.eval(), record, run.forgotten)
 
-    def _read(self, shard: int) -> list[bytes]:
-        return self._folder.read_slices(shard, self.plan.assignment.slices)
+    def _scan(self, shard: int) -> list[Held]:
+        return [self._folder.scan(shard, part) for part in range(self.plan.assignment.slices)]
 
     def _list_lineages(self, shard: int) -> list[str]:
-        return list_lineages(self._settings, shard, self._read(shard))
+        return list_lineages(self._settings, shard, (held.digest for held in self._scan(shard)))
 
     def _plan_removal(self, names: Sequence[str]) -> tuple[dict[str, bytes], list[int], set[bytes]]:
         """(files as they will be, examples that leave each shard, names that are held)."""
@@ -347,8 +347,7 @@ class Shards:
         wanted = {assignment.name(name) for name in names}
         samples, held = [0] * assignment.shards, set[bytes]()
         for place in sorted({assignment.find_place(name) for name in wanted}):
-            raw = self._folder.read_slice(*place)
-            before = Examples.from_bytes(raw) if raw else None
+            before = self._folder.read_slice(*place)
             if before is None:
                 continue
             found = wanted.intersection(before.read_names())
@@ -370,10 +369,11 @@ class Shards:
     def _check_shapes(self, examples: Examples) -> None:
         """New examples are like those of every other slice."""
         for shard in range(self.plan.assignment.shards):
-            raw = next((raw for raw in self._read(shard) if raw), None)
-            if raw is not None:
-                add(Examples.from_bytes(raw).take([0]), examples.take([0]))
-                return
+            for part in range(self.plan.assignment.slices):
+                held = self._folder.read_slice(shard, part)
+                if held is not None:
+                    add(held.take([0]), examples.take([0]))
+                    return
 
     def _read_forgotten(self) -> set[bytes]:
         file = self._folder.path / "forgotten"
