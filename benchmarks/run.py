@@ -1,4 +1,4 @@
-"""``make bench``: one table, and benchmarks/results/latest.json, written suite by suite.
+"""``make bench``: one table, results/latest.json suite by suite, and the page docs/howto/speed.md.
 
 Name suites to measure only those (``--only heads`` or ``heads``); the rows of the others stay.
 """
@@ -31,9 +31,13 @@ SUITES = (
     "audit",
     "distributed",
     "figures",
+    "convex",
     "heads",
+    "shards",
 )
-RESULTS = "results/latest.json"
+RESULTS, PAGE = "results/latest.json", "docs/howto/speed.md"
+START, END = "<!-- heads -->\n", "\n<!-- end of heads -->"
+ON_PAGE = ("convex", "heads")
 
 
 def main(arguments: list[str]) -> int:
@@ -72,6 +76,26 @@ def write(rows: list[dict[str, Any]]) -> None:
     target_file = HERE / RESULTS
     target_file.parent.mkdir(exist_ok=True)
     target_file.write_text(json.dumps({"machine": machine, "ratios": rows}, indent=1) + "\n")
+    if (page := HERE.parent / PAGE).exists():
+        before, _, rest = page.read_text(encoding="utf-8").partition(START)
+        after = rest.partition(END)[2]
+        page.write_text(f"{before}{START}{list_ratios(rows)}{END}{after}", encoding="utf-8")
+
+
+def list_ratios(rows: list[dict[str, Any]]) -> str:
+    """The rows of heads that forget, as the page on speed shows them."""
+    lines = ["| ratio | found | target |", "|---|---|---|"]
+    for row in rows:
+        if row["suite"] in ON_PAGE:
+            lines.append(f"| {row['name']} | {row['ratio']:.3g} | {_describe_target(row)} |")
+    return "\n".join(lines)
+
+
+def _describe_target(row: dict[str, Any]) -> str:
+    if row.get("target") is None:
+        return "–"
+    direction = "≥" if row.get("direction") == "at least" else "≤"
+    return f"{direction} {row['target']:g}" + ("" if row.get("met") else "  missed")
 
 
 def tabulate(rows: list[dict[str, Any]]) -> Table:
@@ -80,15 +104,12 @@ def tabulate(rows: list[dict[str, Any]]) -> Table:
         table.add_column(column, overflow="fold")
     for row in rows:
         low, high = row.get("spread") or (row["ratio"], row["ratio"])
-        target = row.get("target")
-        direction = "≥" if row.get("direction") == "at least" else "≤"
-        verdict = {True: "", False: "  missed", None: ""}[row.get("met")]
         table.add_row(
             row["suite"],
             row["name"],
             f"{row['ratio']:.3g}",
             f"{low:.3g} … {high:.3g}",
-            "–" if target is None else f"{direction} {target:g}{verdict}",
+            _describe_target(row),
         )
     return table
 
