@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import deque
 from pathlib import Path
 
 import mpmath
@@ -18,7 +19,7 @@ from expunge.forgettable import convex
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
 from expunge.forgettable.losses import LOSSES, evaluate
-from expunge.forgettable.solver import Objective, Solution, solve
+from expunge.forgettable.solver import Objective, Recycled, Solution, solve
 from expunge.noisy.noise import SeededNoise
 from expunge.recipes import ConvexHeadRecipe, Execution
 from expunge.reports.page import render_report
@@ -138,6 +139,39 @@ def test_two_starts_end_within_twice_the_certified_distance(loss: str) -> None:
     assert max(a.bound, b.bound) <= tolerance
     assert np.linalg.norm(a.weights - b.weights) <= 2 * tolerance / 1e-3
     assert not np.array_equal(a.weights, b.weights)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_at_zero_the_preconditioner_is_the_inverse(loss: str) -> None:
+    """All rows bend alike there, so one conjugate gradient step is a Newton step."""
+    objective = make_objective(loss)
+    states = objective.evaluate(np.zeros((5, 3)))[3]
+    D = np.random.default_rng(4).normal(size=(5, 3))
+    D -= D.mean(axis=1, keepdims=True)
+    back = objective.precondition(states)(objective.curve(states, D))
+    assert np.allclose(back, D, rtol=1e-4, atol=1e-4)
+
+
+def test_directions_are_recycled_exactly_and_not_without_end() -> None:
+    rng = np.random.default_rng(5)
+    root = rng.normal(size=(6, 6))
+    H = root @ root.T + np.eye(6)
+    kept = Recycled(deque(maxlen=2))
+    first, second, third = np.linalg.eigh(H)[1][:, :3].T
+    for s in (first, second, third):
+        kept.add(s, H @ s, float(s @ H @ s))
+    better = kept.improve(lambda R: R)
+    assert np.allclose(better(H @ third), third)
+    assert np.allclose(better(H @ second), second)
+    assert np.allclose(better(H @ first), H @ first)
+
+
+def test_a_tiny_weight_decay_is_solved_too() -> None:
+    """Float32 curvature cannot tell it from zero; the gradient, in float64, can."""
+    objective = make_objective("softmax")
+    objective.weight_decay = 1e-9
+    found = solve(objective, np.zeros((5, 3)), 1e-9)
+    assert found.reached
 
 
 def test_softmax_agrees_with_scikit_learn() -> None:

@@ -15,6 +15,7 @@ rounding error is at most the tolerance.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -31,7 +32,8 @@ Block = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 Map = Callable[[Array], Array]
 _ROWS = 1024  # as many as stay in a cache between a product and its transpose
 _FORCING = 0.1
-_MOST_NEWTON, _MOST_CONJUGATE, _MOST_KEPT = 100, 500, 200
+_MOST_NEWTON, _MOST_CONJUGATE = 100, 500
+_MOST_KEPT, _KEPT_NUMBERS = 200, 2**24  # directions, and numbers in all of them
 
 
 @dataclass
@@ -133,7 +135,8 @@ class Solution:
 
 def solve(objective: Objective, start: Array, tolerance: float) -> Solution:
     """Newton steps by preconditioned conjugate gradients, until ‖∇F‖ ≤ τ for certain."""
-    W, kept = start.copy(), Recycled()
+    W = start.copy()
+    kept = Recycled(deque(maxlen=min(_MOST_KEPT, _KEPT_NUMBERS // start.size)))
     value, g, bound, states = objective.evaluate(W)
     best = Solution(W, bound <= tolerance, bound, objective.half_passes)
     for _ in range(_MOST_NEWTON):
@@ -157,16 +160,15 @@ class Recycled:
     and exact on their span where the curvature has not changed since.
     """
 
-    pairs: list[tuple[Array, Array]] = field(default_factory=list[tuple[Array, Array]])
+    pairs: deque[tuple[Array, Array]]
 
-    def add(self, directions: list[tuple[Array, Array]]) -> None:
-        """Keep the newest, each scaled to sᵀ ∇²F s = 1."""
-        scaled = [(s, y, 1 / math.sqrt(float(np.vdot(s, y)))) for s, y in directions]
-        self.pairs = (self.pairs + [(s * c, y * c) for s, y, c in scaled])[-_MOST_KEPT:]
+    def add(self, s: Array, y: Array, bent: float) -> None:
+        """Keep a direction, scaled to sᵀ ∇²F s = 1; the oldest goes where there is no room."""
+        self.pairs.append((s / math.sqrt(bent), y / math.sqrt(bent)))
 
     def improve(self, inverse: Map) -> Map:
         """(I - s yᵀ) M⁻¹ (I - y sᵀ) + s sᵀ, pair after pair."""
-        pairs = self.pairs
+        pairs = tuple(self.pairs)
 
         def apply(R: Array) -> Array:
             q, along = R.copy(), list[float]()
@@ -189,13 +191,12 @@ def _solve_direction(
     D, r = np.zeros_like(g), -g
     z = apply(r)
     p, rz = z, float(np.vdot(r, z))
-    tried: list[tuple[Array, Array]] = []
     for _ in range(_MOST_CONJUGATE):
         Hp = objective.curve(states, p)
         bent = float(np.vdot(p, Hp))
         if not bent > 0:  # less than float32 can tell
             break
-        tried.append((p, Hp))
+        kept.add(p, Hp, bent)
         alpha = rz / bent
         D, r = D + alpha * p, r - alpha * Hp
         if float(np.linalg.norm(r)) <= aim:
@@ -203,8 +204,7 @@ def _solve_direction(
         z = apply(r)
         rz, before = float(np.vdot(r, z)), rz
         p = z + rz / before * p
-    kept.add(tried)
-    return D if tried else p
+    return D if D.any() else p
 
 
 def _search(objective: Objective, W: Array, D: Array, value: float, g: Array) -> tuple[Array, Any]:
