@@ -3,8 +3,8 @@
 A request is timed from the identifiers to a written and verified certificate: ``forget``,
 ``certify``, ``write_run`` and ``verify`` without the store, on a state on disk. It is compared with
 
-- learning all again from the stored integers, by the same exact product, to the same certificate;
-  and without certificate and files, the sums and their solution alone;
+- learning all again from the integers, by the same exact product, to the same end: a state on disk
+  and a written and verified certificate; and, from the stored integers, sums and solution alone;
 - 49 epochs of the paper's head (1,280-32-32-10) by the conventional loop of ``throughput``
   (``DataLoader``, SGD, batches of 128, torch on one thread): one epoch is measured and multiplied;
   and the same with batches cut from the tensor, without a ``DataLoader``.
@@ -111,57 +111,49 @@ class Life:
         self.learn(0, count)
         return seconds, spent
 
-    def learn_again(self) -> float:
-        """Seconds of sums and solution from the stored integers."""
-        start = time.perf_counter()
+    def learn_again(self) -> None:
+        """A new state of all integers, and its certificate."""
+        head = StatisticsHead(Features(), classes=CLASSES, state=self.folder / f"{self.made}")
+        head._memory.learn(self.features, self.labels, self.ids)
+        self.release(head.release())
+
+    def add_again(self) -> None:
+        """Sums and solution from the stored integers."""
         self.head.solve(self.head.add_up())
-        return time.perf_counter() - start
 
 
 def _compare_requests(place: Path) -> list[dict[str, Any]]:
-    started = time.perf_counter()
     life = Life(place / "wide", ROWS, WIDTH)
-    learned = time.perf_counter() - started
-    again = "learning again, to a certificate"
-    alone = "learning again, sums and solution alone"
-    epochs = {
-        f"{EPOCHS} epochs of the paper's head, DataLoader": _make_epoch(life, loader=True),
-        f"{EPOCHS} epochs of the paper's head, batches cut from a tensor": _make_epoch(
-            life, loader=False
-        ),
+    bases: dict[str, tuple[Callable[[], None], int]] = {
+        "learning again": (life.learn_again, 1),
+        "sums and solution alone": (life.add_again, 1),
+        "49 epochs of the paper's head, DataLoader": (_make_epoch(life, loader=True), EPOCHS),
+        "49 epochs of the paper's head, no loader": (_make_epoch(life, loader=False), EPOCHS),
     }
-    parts, times = dict[str, list[float]](), Times()
+    parts, times = Times(), Times()
     life.request(1)
     for _ in range(ROUNDS):
         for count in TARGETS:
             seconds, spent = life.request(count)
             _note(times, f"request of {count:,}", seconds)
             if count == 1:
-                known = {name: spent.get(name, 0.0) for name in PARTS}
-                rest = seconds - sum(known.values())
-                for name, value in (known | {"everything else": rest}).items():
-                    _note(parts, name, value)
-        _note(times, alone, life.learn_again())
-        released_at = time.perf_counter()
-        life.release(life.head.release())
-        solved = time.perf_counter() - released_at
-        _note(times, again, times[alone][-1] + solved)
-        for name, epoch in epochs.items():
-            begun = time.perf_counter()
-            epoch()
-            _note(times, name, EPOCHS * (time.perf_counter() - begun))
+                rest = {"everything else": seconds - sum(spent.values())}
+                for name in (*PARTS, *rest):
+                    _note(parts, name, (spent | rest).get(name, 0.0))
+        for name, (base, often) in bases.items():
+            start = time.perf_counter()
+            base()
+            _note(times, name, often * (time.perf_counter() - start))
     rows: list[dict[str, Any]] = []
     for count, (faster, much) in TARGETS.items():
-        targets = dict(zip((again, alone, *epochs), (faster, None, much, None), strict=True))
+        targets = dict(zip(bases, (faster, None, much, None), strict=True))
         for base, target in targets.items():
             name = f"{base} / request of {count:,} of {ROWS:,} × {WIDTH:,}"
             case = f"request of {count:,}"
             rows.append(compare(name, times, base, case, target=target, at_least=True))
     one = median(times["request of 1"])
-    for name, spent in parts.items():
-        rows.append(_tell(f"of a request of 1: {name}, share", median(spent) / one))
-    learn = f"learning {ROWS:,} × {WIDTH:,} integers to disk / {alone}"
-    rows.append(_tell(learn, learned / median(times[alone])))
+    for name, seconds in parts.items():
+        rows.append(_tell(f"of a request of 1: {name}, share", median(seconds) / one))
     return [*rows, _tell("first request in a process / later ones", _time_first(life))]
 
 

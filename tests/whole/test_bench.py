@@ -46,3 +46,12 @@ def test_one_suite_keeps_the_rows_of_the_others(
     assert run.main(["--only", "first"]) == 0
     found = json.loads((tmp_path / "results" / "latest.json").read_text())["ratios"]
     assert [(row["suite"], row["ratio"]) for row in found] == [("second", 2.0), ("first", 3.0)]
+
+
+def test_the_page_shows_what_was_measured_last() -> None:
+    root = Path(run.__file__).parents[1]
+    rows = json.loads((root / "benchmarks" / run.RESULTS).read_text())["ratios"]
+    page = (root / run.PAGE).read_text(encoding="utf-8")
+    shown = page.partition(run.START)[2].partition(run.END)[0]
+    assert shown == run.list_ratios(rows)
+    assert "request of 1 of 50,000" in shown
