@@ -19,6 +19,7 @@ from expunge.forgettable import convex
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
 from expunge.forgettable.losses import LOSSES, evaluate
+from expunge.forgettable.ridge import one_thread
 from expunge.forgettable.solver import Objective, Recycled, Solution, solve
 from expunge.noisy.noise import SeededNoise
 from expunge.recipes import ConvexHeadRecipe, Execution
@@ -164,6 +165,16 @@ def test_directions_are_recycled_exactly_and_not_without_end() -> None:
     assert np.allclose(better(H @ third), third)
     assert np.allclose(better(H @ second), second)
     assert np.allclose(better(H @ first), H @ first)
+
+
+def test_the_number_of_cores_shows_in_no_bit(monkeypatch) -> None:
+    found = []
+    for cores in (1, 3):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        with one_thread():
+            found.append(solve(make_objective("softmax", 900), np.zeros((5, 3)), 1e-9))
+    assert found[0].half_passes == found[1].half_passes
+    assert np.array_equal(found[0].weights, found[1].weights)
 
 
 def test_a_tiny_weight_decay_is_solved_too() -> None:

@@ -77,14 +77,14 @@ def add_curvature(loss: Loss, state: Array) -> Array:
 class Sizes:
     """What the error of a float64 gradient depends on.
 
-    ``width`` p, ``outputs`` q, ``rows`` n, ``block`` the longest block, ``reach`` max ‖φ_i‖/U,
+    ``width`` p, ``outputs`` q, ``depth`` the longest block and how many there are (no number is
+    added more often), ``reach`` max ‖φ_i‖/U,
     ``length`` ‖W‖, ``residual`` the mean of ‖r_i‖, ``rate`` that of ‖e^{z_i}‖ (Poisson only).
     """
 
     width: int
     outputs: int
-    rows: int
-    block: int
+    depth: int
     reach: float
     length: float
     residual: float
@@ -95,7 +95,7 @@ def bound_error(loss: Loss, sizes: Sizes, weight_decay: float) -> float:
     """How far a float64 ∇F(W), summed in blocks, can be from the exact one, in norm.
 
     With u = 2⁻⁵³, a = max ‖φ‖/U and s = a ‖W‖ (no score is larger): scores err by
-    e_z = (p + 4) u s; residuals by e_r, below; the mean over rows by (block + blocks + 8) u times
+    e_z = (p + 4) u s; residuals by e_r, below; the mean over rows by (depth + 8) u times
     the mean of a ‖r‖; the ridge by 4 u m ‖W‖. 10 % covers second-order terms. In softmax both the
     shifted scores, at most √2 s, and their exponentials are rounded above and below the fraction,
     and ‖∂p/∂z‖ ≤ 1/2; in the others no ∂r/∂z is above 1/4, 2 and e^z.
@@ -115,7 +115,6 @@ def bound_error(loss: Loss, sizes: Sizes, weight_decay: float) -> float:
         case "poisson":
             grown = math.expm1(scores) if scores < 1 else math.inf
             residual = sizes.rate * (grown + 16 * UNIT)
-    blocks = -(-sizes.rows // sizes.block)
-    adding = (sizes.block + blocks + 8) * UNIT * sizes.residual
+    adding = (sizes.depth + 8) * UNIT * sizes.residual
     ridge = 4 * UNIT * weight_decay * sizes.length
     return 1.1 * (sizes.reach * (residual + adding) + ridge)

@@ -15,8 +15,10 @@ rounding error is at most the tolerance.
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -31,6 +33,7 @@ Array = npt.NDArray[np.float64]
 Block = tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]
 Map = Callable[[Array], Array]
 _ROWS = 1024  # as many as stay in a cache between a product and its transpose
+_UNDER_WAY = 64
 _FORCING = 0.1
 _MOST_NEWTON, _MOST_CONJUGATE = 100, 500
 _MOST_KEPT, _KEPT_NUMBERS = 200, 2**24  # directions, and numbers in all of them
@@ -67,13 +70,17 @@ class Objective:
         V, gradient = W / self.unit, np.zeros_like(W)
         value = residual = rate = 0.0
         states: list[Any] = []
-        for phi, t in self.blocks:
-            x = phi.astype(np.float64)
-            part, r, state = evaluate(self.loss, x @ V, t.astype(np.float64))
+
+        def work(block: Block) -> tuple[float, Array, Any, Any]:
+            x = block[0].astype(np.float64)
+            part, r, state = evaluate(self.loss, x @ V, block[1].astype(np.float64))
+            return part, x.T @ r, r, state
+
+        for part, product, r, state in _map(work, self.blocks):
             value += part
             residual += float(np.sqrt(np.square(r).sum(axis=1)).sum())
             rate += float(np.sqrt(np.square(state).sum(axis=1)).sum())
-            gradient += x.T @ r
+            gradient += product
             states.append(state.astype(np.float32))
         self.half_passes += 2
         n, m = self.rows, self.weight_decay
@@ -82,8 +89,7 @@ class Objective:
         longest = max(len(t) for _, t in self.blocks)
         sizes = Sizes(
             *cast(tuple[int, int], W.shape),
-            rows=n,
-            block=longest,
+            depth=longest + len(self.blocks),
             reach=self.reach,
             length=length,
             residual=residual / n,
@@ -96,8 +102,13 @@ class Objective:
     def curve(self, states: Sequence[Any], D: Array) -> Array:
         """∇²F D, in float32 but for the ridge."""
         V, out = (D / self.unit).astype(np.float32), np.zeros_like(D)
-        for (phi, _), state in zip(self.blocks, states, strict=True):
-            out += phi.T @ bend(self.loss, state, phi @ V)
+
+        def work(block: tuple[Block, Any]) -> Any:
+            (phi, _), state = block
+            return phi.T @ bend(self.loss, state, phi @ V)
+
+        for product in _map(work, list(zip(self.blocks, states, strict=True))):
+            out += product
         self.half_passes += 2
         return out / (self.unit * self.rows) + self.weight_decay * D
 
@@ -115,6 +126,24 @@ class Objective:
             return _multiply(Q, _multiply(Q.T, R @ V) / scale) @ V.T
 
         return apply
+
+
+def _map(work: Callable[[Any], Any], blocks: Sequence[Any]) -> Iterator[Any]:
+    """What ``work`` makes of each block, in order, on all cores: the same bits on any number.
+
+    BLAS is on one thread here (``one_thread``); a few blocks are under way at a time.
+    """
+
+    def quietly(block: Any) -> Any:
+        with np.errstate(over="ignore", invalid="ignore"):
+            return work(block)
+
+    if len(blocks) == 1:
+        yield quietly(blocks[0])
+        return
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for at in range(0, len(blocks), _UNDER_WAY):
+            yield from pool.map(quietly, blocks[at : at + _UNDER_WAY])
 
 
 def _multiply(Q: npt.NDArray[np.float32], R: Array) -> Array:
