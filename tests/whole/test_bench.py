@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import run
+from benchmarks import heads, run
 
 
 def fail() -> list[dict[str, object]]:
@@ -55,3 +55,15 @@ def test_the_page_shows_what_was_measured_last() -> None:
     shown = page.partition(run.START)[2].partition(run.END)[0]
     assert shown == run.list_ratios(rows)
     assert "request of 1 of 50,000" in shown
+
+
+@pytest.mark.filterwarnings("ignore:forgotten before")
+def test_a_request_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    life = heads.Life(tmp_path, 200, 8)
+    digest = life.head.digest()
+    seconds, spent = life.request(5)
+    assert set(spent) == set(heads.PARTS), "a part that is never entered measures nothing"
+    assert min(spent.values()) > 0
+    assert sum(spent.values()) < seconds
+    assert life.head.digest() == digest, "the next round finds what this one found"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["release-1", "state"]
