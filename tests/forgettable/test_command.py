@@ -65,7 +65,7 @@ def test_bad_requests_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="'nobody', which was never learned"):
         call("forget", state, tmp_path / "f.txt", "--out", tmp_path / "r")
     (tmp_path / "f.txt").write_text("user-5\n")
-    with pytest.raises(InputError, match="this head forgets exactly"):
+    with pytest.raises(InputError, match="this forgets exactly"):
         call("forget", state, tmp_path / "f.txt", "--out", tmp_path / "r", "--epsilon", 1)
     with pytest.raises(InputError, match="already holds files"):
         call("forget", state, tmp_path / "f.txt", "--out", tmp_path)

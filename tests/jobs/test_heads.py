@@ -140,7 +140,7 @@ def test_a_release_that_was_cut_short(
             kind = expunge.StatisticsHead if name == "statistics-head" else expunge.ConvexHead
             patch.setattr(kind, "forget", die)
         else:
-            patch.setattr(f"expunge.jobs.heads.{place}", die)
+            patch.setattr(f"expunge.jobs.releases.{place}", die)
         with pytest.raises(Killed):
             call(*words)
     assert (tmp_path / "r2").exists() == (place == "_recover")
@@ -163,7 +163,9 @@ def test_another_request_after_one_that_was_cut_short(
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     names = write_names(copy, "p3", "p7")
     with monkeypatch.context() as patch:
-        patch.setattr("expunge.jobs.heads.write_run", lambda *_, **__: (_ for _ in ()).throw(full))
+        patch.setattr(
+            "expunge.jobs.releases.write_run", lambda *_, **__: (_ for _ in ()).throw(full)
+        )
         done = call("forget", copy / "state", names, "--out", copy / "r2")
     assert done.returncode == 3
     assert "the same command again" in done.stderr
@@ -218,7 +220,7 @@ REFUSED: dict[str, tuple[Prepare, tuple[str, ...], str]] = {
     "an unknown key of a method": (job(method={"loss": "softmax"}), LEARN, r"method\.loss is not"),
     "no method": (job(method=None), LEARN, r"\[method\] is missing"),
     "no data": (job(data=None), LEARN, r"\[data\] is missing"),
-    "no such method": (job(method={"name": "ridge"}), LEARN, "one of statistics-head, convex-head"),
+    "no such method": (job(method={"name": "ridge"}), LEARN, "one of statistics-head, convex-he"),
     "a job to unlearn": (write_job, LEARN, "is a job for expunge unlearn"),
     "a job to learn": (job(), ("unlearn", "job.toml"), "is a job for expunge learn"),
     "no such code": (job(data={"load": "mine.py:load"}), LEARN, "there is no such file"),
@@ -253,7 +255,7 @@ REFUSED: dict[str, tuple[Prepare, tuple[str, ...], str]] = {
     "too few identifiers": (load("load_short"), LEARN, "number of ids is 1; it must be 60"),
     "invisible identifiers": (load("load_unseen"), LEARN, "it must be visible text"),
     "an unknown kind of data": (load("load_more"), LEARN, "the key 'validation'"),
-    "a collate function": (load("load_collated"), LEARN, "a head takes samples one by one"),
+    "a collate function": (load("load_collated"), LEARN, "samples are taken one by one"),
     "a torn row": (load("load_torn"), LEARN, "row 40 is torn"),
     "a state that is a file": (put("new", "x"), LEARN, "a folder, not a file"),
     "a state below a file": (
@@ -279,7 +281,7 @@ REFUSED: dict[str, tuple[Prepare, tuple[str, ...], str]] = {
         names("p3"), ("forget", "state", "f.txt", "--out", "release-1"), "already holds files"
     ),
     "a budget for what is exact": (
-        names("p3"), (*FORGET, "--epsilon", "1"), "left out: this head forgets exactly"
+        names("p3"), (*FORGET, "--epsilon", "1"), "left out: this forgets exactly"
     ),
     "no delta": (names("p3"), (*FORGET, "--delta", "2"), r"delta is 2\.0; it must be"),
     "everybody": (names(*(f"p{i}" for i in range(30))), FORGET, "no example is left"),
@@ -291,6 +293,7 @@ REFUSED: dict[str, tuple[Prepare, tuple[str, ...], str]] = {
         FORGET,
         "schema_version is None",
     ),
+    "workers of a head": (job(), (*LEARN, "--workers", "2"), "left out without --ray"),
     "two kinds of job": (job(), ("init", "mine", "--lora", "--head"), "name one of them"),
 }  # fmt: skip
 

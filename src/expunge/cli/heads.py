@@ -1,4 +1,4 @@
-"""``expunge learn`` and ``expunge forget``: a head built to forget, its state and its releases."""
+"""``expunge learn`` and ``expunge forget``: a model built to forget, its state, its releases."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import typer
 
 from expunge.cli.jobs import shorten
 from expunge.cli.text import AsJson, format_up, print_json
-from expunge.errors import InputError
 
 if TYPE_CHECKING:
-    from expunge.jobs.heads import Released
+    from expunge.jobs.releases import Released
 
 DELTA = 1e-5
 
@@ -31,7 +30,7 @@ def learn(
         str | None, typer.Option(metavar="HOST:PORT", help="Compute them on this Ray cluster.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(help="With Ray: tasks at once; default: one for each CPU.")
+        int | None, typer.Option(help="Shards: processes; with Ray: tasks at once.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -46,9 +45,8 @@ def learn(
         from expunge.jobs.many import Pool
 
         pool = Pool(ray_address, workers)
-    elif workers is not None:
-        raise InputError.of("--workers", workers, "left out without --ray")
-    done = learn_job(job, out=out, release=release, pool=pool, progress=True)
+    there = None if pool is not None else workers
+    done = learn_job(job, out=out, release=release, pool=pool, workers=there, progress=True)
     _warn(done.said)
     if as_json:
         facts = {name: getattr(done, name) for name in ("new", "examples", "people", "digest")}
@@ -60,7 +58,8 @@ def learn(
         f"{state}: {done.new:,} examples are new; it holds {done.examples:,} of "
         f"{done.people:,} people and is private"
     )
-    typer.echo(f"  the sums have the SHA-256 {done.digest}")
+    what = "the examples and settings" if done.method == "shards" else "the sums"
+    typer.echo(f"  {what} have the SHA-256 {done.digest}")
     if done.release is None:
         typer.echo(f"  write the model with: expunge learn {job}{place} --release release-1")
     else:
@@ -86,7 +85,7 @@ def forget(
     After a crash the same command again goes on where it stood.
     """
     from expunge.jobs.data import read_ids
-    from expunge.jobs.heads import release_state
+    from expunge.jobs.releases import release_state
 
     done = release_state(state, out, read_ids(names, column), epsilon=epsilon, delta=delta)
     if as_json:
@@ -109,7 +108,8 @@ def _print(done: Released, state: Path) -> None:
         f"{done.directory}: epsilon = {format_up(found.epsilon, 6)}, delta = {found.delta:g}; "
         f"{done.examples:,} examples remain{scored}"
     )
-    typer.echo(f"  check it with: expunge verify {done.directory} [--store {state}]")
+    how = "--store" if found.shards is None else "--retrain"
+    typer.echo(f"  check it with: expunge verify {done.directory} [{how} {state}]")
 
 
 def _warn(said: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from expunge.jobs.many import Outcome, Pool
     from expunge.jobs.run import Finished
 
-Kind = Literal["plain", "lora", "head"]
+Kind = Literal["plain", "lora", "head", "shards"]
 TEMPLATES = Path(__file__).parent / "templates"
 FILES = {"job.toml": "job.toml", "own.py": "own.py.txt", "forget.txt": "forget.txt"}
 TO_DO = {"finished": "done before", "unfinished": "to go on with", "new": "to do"}
@@ -100,14 +100,20 @@ def init(
     head: Annotated[
         bool, typer.Option("--head", help="For a head built to forget on a public network.")
     ] = False,
+    shards: Annotated[
+        bool, typer.Option("--shards", help="For an ensemble built to forget, of any network.")
+    ] = False,
 ) -> None:
     """Write job.toml, own.py and forget.txt: commented, running as they are, yours to change."""
-    if lora and head:
-        raise InputError("--lora and --head are two kinds of job; name one of them")
-    for path in write_template(folder, "lora" if lora else "head" if head else "plain"):
+    kinds: dict[Kind, bool] = {"lora": lora, "head": head, "shards": shards}
+    asked: list[Kind] = [kind for kind, given in kinds.items() if given]
+    if len(asked) > 1:
+        raise InputError(f"--{' and --'.join(asked)} are kinds of job; name one of them")
+    for path in write_template(folder, asked[0] if asked else "plain"):
         typer.echo(path)
-    then = "learn job.toml --release release-1" if head else "unlearn job.toml"
-    made = "" if head else "python own.py && "
+    built = head or shards
+    then = "learn job.toml --release release-1" if built else "unlearn job.toml"
+    made = "" if built else "python own.py && "
     typer.echo(f"next: cd {folder} && {made}expunge {then}", err=True)
 
 

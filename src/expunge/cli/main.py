@@ -85,7 +85,8 @@ def plan(
         raise InputError("Missing option '--parameters'; give it, or --job")
     routes = [] if setting is None else to_plain(setting.routes)
     if setting is not None and parameters is None:
-        print_json({"routes": routes}) if as_json else print_routes(setting)
+        facts = {"routes": routes, "costs": to_plain(setting.costs)}
+        print_json(facts) if as_json else print_routes(setting)
         return
     assert parameters is not None
     found = make_plan(
@@ -127,6 +128,10 @@ def verify(
         Path | None,
         typer.Option(help="State of a head built to forget, to be summed again."),
     ] = None,
+    retrain: Annotated[
+        Path | None,
+        typer.Option(help="State of shards: train again what the request touched, compare bits."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Recompute everything: 0 it holds, 1 it does not and why, 2 the input is unusable."""
@@ -139,6 +144,11 @@ def verify(
         from expunge.forgettable.verification import verify_store
 
         verify_store(found, store)
+    if retrain is not None:
+        from expunge.jobs.shards import open_shards
+
+        with open_shards(retrain, progress=True) as ensemble:
+            ensemble.check(found)
     if as_json:
         print_json({"holds": True} | found.model_dump(mode="json"))
         return

@@ -166,11 +166,20 @@ def print_plan(found: Plan) -> None:
 
 def print_routes(found: Setting) -> None:
     """The routes of a public frozen network, and the next command."""
-    if found.routes:
+    if found.routes and not found.costs:
         _echo("\nThe network is public and frozen, so a head built to forget is open to you:")
-        for route in found.routes:
-            _echo(f"  {route.name}: {route.guarantee}; keeps {route.keeps}")
-            _echo(f"    a request costs {route.costs}; it asks for {route.asks_for}")
+    for route in found.routes:
+        _echo(f"  {route.name}: {route.guarantee}; keeps {route.keeps}")
+        _echo(f"    a request costs {route.costs}; it asks for {route.asks_for}")
+    if found.costs:
+        counts = sorted({cost.people for cost in found.costs})
+        rows: dict[tuple[int, int], list[str]] = {}
+        for cost in found.costs:
+            rows.setdefault((cost.shards, cost.slices), []).append(f"{cost.part:.3f}")
+        names = ("shards", "slices", *("1 person" if n == 1 else f"{n:,} people" for n in counts))
+        shown = [(str(S), str(R), *parts) for (S, R), parts in rows.items()]
+        print_table(names, shown, left=0, title="part of all training that a request repeats")
+    elif found.routes:
         _echo("A head that was trained otherwise is learned anew, once, from the data that remain.")
     _echo(f"next: {found.next}")
 

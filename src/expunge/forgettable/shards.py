@@ -409,7 +409,7 @@ class Shards:
         held = read_shards_meta(file)
         self._fixed = self._find_public()
         ours = self._describe()
-        for name, value in held.items():
+        for name, value in sorted(held.items(), key=lambda item: item[0] == "build"):
             if ours.get(name) != value:
                 raise InputError.of(name, ours.get(name), f"{value!r}, as in {file.parent}")
         (self._folder.path / "checkpoints").mkdir(exist_ok=True)

@@ -23,6 +23,7 @@ from expunge.jobs.tables import (
     HEADS,
     LOSSES,
     NAMES,
+    SHARDS_TABLES,
     TABLES,
     ConvexTable,
     DataTable,
@@ -32,6 +33,7 @@ from expunge.jobs.tables import (
     MethodTable,
     ModelTable,
     PlanTable,
+    ShardsJob,
 )
 from expunge.recipes import describe_fields
 
@@ -45,7 +47,13 @@ FILE_KEYS = (
     ("centre", "weights"),
     ("output", "sign"),
 )
-FUNCTIONS = (("model", "build"), ("model", "loss"), ("data", "load"), ("output", "callback"))
+FUNCTIONS = (
+    ("model", "build"),
+    ("model", "loss"),
+    ("data", "load"),
+    ("method", "train"),
+    ("output", "callback"),
+)
 _HARMLESS = {"schedule": 0.0, "nonnegative": 0.0}
 
 Key = tuple[str, ...]
@@ -74,10 +82,10 @@ class JobFile:
 
 @dataclass(frozen=True)
 class HeadJobFile:
-    """A valid job of a head built to forget, and where it stands."""
+    """A valid job of a model built to forget, and where it stands."""
 
     path: Path
-    job: HeadJob
+    job: HeadJob | ShardsJob
 
     @property
     def folder(self) -> Path:
@@ -118,20 +126,24 @@ def read_head_job(path: str | Path) -> HeadJobFile:
     name = _name_method(data)
     if name in NAMES:
         raise InputError(f"{file} is a job for expunge unlearn: its method is {name!r}")
-    kinds = dict(HEAD_TABLES)
+    kinds, whole = dict(SHARDS_TABLES if name == "shards" else HEAD_TABLES), HeadJob
     if name == "convex-head":
         kinds["method"] = ConvexTable
-    tables, mistakes = _validate(data, kinds, HeadJob)
+    if name == "shards":
+        whole = ShardsJob
+    tables, mistakes = _validate(data, kinds, whole)
     model, features = tables.get("model"), tables.get("features")
-    needing = {("model", "weights"): model and model.weights is not None,
-               ("features", "tangent"): features and features.tangent is not None}  # fmt: skip
+    needing = {
+        ("model", "weights"): getattr(model, "weights", None),
+        ("features", "tangent"): getattr(features, "tangent", None),
+    }
     for key, given in needing.items():
-        if given and (model is None or model.build is None):
+        if given is not None and getattr(model, "build", None) is None:
             mistakes.append((key, f"{'.'.join(key)} is given, so model.build must be too"))
-    mistakes += _check_paths(HeadJob.model_construct(**tables), file.absolute().parent)
+    mistakes += _check_paths(whole.model_construct(**tables), file.absolute().parent)
     if mistakes:
         raise join_mistakes(file, text, mistakes)
-    return HeadJobFile(file, HeadJob.model_validate(tables))
+    return HeadJobFile(file, whole.model_validate(tables))
 
 
 def find_method(path: str | Path) -> object:
@@ -215,7 +227,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     return f"did you mean {near[0]}?" if near else "it may have " + ", ".join(names)
 
 
-def list_files(job: Job | HeadJob) -> list[tuple[Key, str]]:
+def list_files(job: Job | HeadJob | ShardsJob) -> list[tuple[Key, str]]:
     """Every file that a job reads as data, by the key that names it."""
     found = list[tuple[Key, str]]()
     for key in FILE_KEYS:
@@ -330,7 +342,7 @@ def _check_choices(tables: Mapping[str, Any]) -> Iterator[Mistake]:
         yield ("finetune", "momentum"), said
 
 
-def _check_paths(job: Job | HeadJob, folder: Path) -> Iterator[Mistake]:
+def _check_paths(job: Job | HeadJob | ShardsJob, folder: Path) -> Iterator[Mistake]:
     """Every file that the job reads is there, and so is the home of every function."""
     for key, file in list_files(job):
         if not (folder / Path(file).expanduser()).is_file():

@@ -1,13 +1,15 @@
-"""The routes a job could take if its network is public and frozen (THEORY, section 13)."""
+"""The routes a job could take, and what a request costs on them (THEORY, sections 12 and 13)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from expunge.jobs.jobfile import find_method, read_head_job, read_job
-from expunge.jobs.loading import build_model, importing_from, load_function
-from expunge.jobs.tables import HEADS
+from expunge.jobs.data import open_data
+from expunge.jobs.jobfile import HeadJobFile, find_method, read_head_job, read_job
+from expunge.jobs.loading import build_model, explaining, importing_from, load_function
+from expunge.jobs.shards import SIZES, expect_work
+from expunge.jobs.tables import HEADS, ShardsJob
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,16 @@ class Route:
     keeps: str
     costs: str
     asks_for: str
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The part of the ensemble's own training that forgetting some people costs on average."""
+
+    shards: int
+    slices: int
+    people: int
+    part: float
 
 
 ROUTES = (
@@ -39,6 +51,15 @@ ROUTES = (
 )
 
 
+SHARDS = Route(
+    "shards",
+    "(0, 0)",
+    "all constituents that the request does not touch",
+    "the training of what it touches",
+    "an ensemble trained this way from the beginning; any network",
+)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a job has to plan with: its certified ``parameters``, the routes, the next command."""
@@ -46,13 +67,17 @@ class Setting:
     parameters: int | None
     routes: tuple[Route, ...]
     next: str
+    costs: tuple[Cost, ...] = ()
 
 
 def read_setting(path: str | Path) -> Setting:
     """A head's job has the routes of heads; another has them if it freezes a public backbone."""
     if find_method(path) in HEADS:
-        read_head_job(path)
-        return Setting(None, ROUTES, f"expunge learn {path} --release release-1")
+        made = read_head_job(path)
+        then = f"expunge learn {path} --release release-1"
+        if isinstance(made.job, ShardsJob):
+            return Setting(None, (SHARDS,), then, _list_costs(made, made.job))
+        return Setting(None, ROUTES, then)
     made = read_job(path)
     with importing_from(made.folder):
         model = build_model(load_function("model.build", made.job.model.build, made.folder))
@@ -62,3 +87,16 @@ def read_setting(path: str | Path) -> Setting:
     public = made.job.model.public is not None and sizes[False] > 0
     then = "expunge init DIR --head" if public else f"expunge unlearn {path} --dry-run"
     return Setting(sizes[True], ROUTES if public else (), then)
+
+
+def _list_costs(made: HeadJobFile, job: ShardsJob) -> tuple[Cost, ...]:
+    """One, ten and a hundred people and a tenth of all, for a few sizes and the job's own."""
+    with importing_from(made.folder), explaining("data.load failed"):
+        people = len(set(open_data(load_function("data.load", job.data.load, made.folder)())[1]))
+    own = job.method.shards, job.method.slices
+    asked = [count for count in (1, 10, 100) if count < people] + [max(people // 10, 1)]
+    return tuple(
+        Cost(S, R, count, expect_work(S, R, count))
+        for S, R in dict.fromkeys([own, *SIZES])
+        for count in sorted(set(asked))
+    )

@@ -179,7 +179,7 @@ TABLES: Mapping[str, type[Table]] = {
 }
 
 
-HEADS = ("statistics-head", "convex-head")
+HEADS = ("statistics-head", "convex-head", "shards")
 _NAME = "one of " + ", ".join(HEADS)
 _CLASSES = "a whole number >= 2: targets are 0 … classes - 1"
 _OUTPUTS = "a whole number >= 1 in place of classes: targets are so many numbers"
@@ -237,6 +237,37 @@ class ConvexTable(Table):
     loss: Text = _key("one of softmax, logistic, squared-hinge, poisson", "softmax")
 
 
+class ShardsModelTable(Table):
+    """``build()`` makes a fresh network; what it does not draw from its seed must be public."""
+
+    build: Function
+    public: Text | list[Text] | None = _key(
+        "the path of a weights file, or a list of names and patterns", None
+    )
+    loss: Text | None = _key(f"one of {', '.join(LOSSES)}, or a function as {_FUNCTION}", None)
+
+
+class ShardsTable(Table):
+    """The keywords of :class:`expunge.Shards`."""
+
+    name: Literal["shards"] = _key(_NAME)
+    seed: Text = _key("a public text, written down beforehand")
+    shards: int = _key("a whole number from 1 to 4096", 8)
+    slices: int = _key("a whole number from 1 to 4096", 4)
+    combination: Literal["probabilities", "logits", "votes"] = _key(
+        "'probabilities', 'logits' or 'votes'", "probabilities"
+    )
+    deterministic: bool = _key("true, or false if training cannot be had again bit for bit", True)
+    epochs: Positive | None = _key(f"{_POSITIVE}: passes over a shard in all", None)
+    learning_rate: Positive | None = _key(_POSITIVE, None)
+    batch_size: Count = 128
+    optimizer: Literal["sgd", "adam", "adamw"] = _key("'sgd', 'adam' or 'adamw'", "sgd")
+    momentum: Annotated[NonNegative, Field(lt=1)] = _key("a number in [0, 1)", 0.0)
+    weight_decay: NonNegative = 0.0
+    schedule: Literal["constant", "one-cycle"] = _key("'constant' or 'one-cycle'", "constant")
+    train: Function | None = _key(f"{_FUNCTION}, in place of the options of training", None)
+
+
 class StateTable(Table):
     """Where the state goes; it is private."""
 
@@ -253,6 +284,21 @@ class HeadJob(Table):
     output: StateTable = StateTable.model_validate({})
 
 
+class ShardsJob(Table):
+    """A whole job of shards for ``expunge learn``."""
+
+    model: ShardsModelTable
+    data: HeadDataTable
+    method: ShardsTable
+    output: StateTable = StateTable.model_validate({})
+
+
+SHARDS_TABLES: Mapping[str, type[Table]] = {
+    "model": ShardsModelTable,
+    "data": HeadDataTable,
+    "method": ShardsTable,
+    "output": StateTable,
+}
 HEAD_TABLES: Mapping[str, type[Table]] = {
     "model": HeadModelTable,
     "data": HeadDataTable,
