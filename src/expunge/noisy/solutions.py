@@ -34,7 +34,7 @@ def release_solution(weights: Array, recipe: ConvexHeadRecipe, noise: Noise) -> 
     >>> from expunge.noisy.noise import SeededNoise
     >>> recipe = ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=2.0**-11)
     >>> found = release_solution(np.ones((100, 3)), recipe, SeededNoise(0))
-    >>> found.grid == 2.0**-35, bool(0.9 < np.std(found.weights) * 2**11 < 1.1)
+    >>> found.grid == 2.0**-33, bool(0.9 < np.std(found.weights) * 2**11 < 1.1)
     (True, True)
     """
     precision = choose_solution_precision(recipe, weights.size)
