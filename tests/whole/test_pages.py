@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from expunge.jobs.tables import HEAD_TABLES, TABLES, ConvexTable, PlanTable
+from expunge.jobs.tables import HEAD_TABLES, SHARDS_TABLES, TABLES, ConvexTable, PlanTable
 from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_commands
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +70,8 @@ def test_every_command_of_a_page_runs_and_prints_what_it_says(
 def test_every_key_of_a_job_is_in_its_page() -> None:
     text = (DOCS / "job_file.md").read_text(encoding="utf-8")
     heads = {f"{table} (head)": kind for table, kind in HEAD_TABLES.items()}
-    tables = {**TABLES, "method (plan)": PlanTable, **heads, "method (convex)": ConvexTable}
+    shards = {f"{table} (shards)": kind for table, kind in SHARDS_TABLES.items()}
+    tables = {**TABLES, "method (plan)": PlanTable, **heads, **shards, "method (c)": ConvexTable}
     for table, kind in tables.items():
         assert f"[{table.partition(' ')[0]}]" in text
         for key, field in kind.model_fields.items():
