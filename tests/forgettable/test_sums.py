@@ -71,6 +71,11 @@ def test_large_targets_are_exact() -> None:
     assert add_rows(phi, t, 2047).digest() == add_slowly(phi, t).digest()
 
 
+def test_squares_that_no_machine_word_holds_are_added_too() -> None:
+    t = np.full((5, 1), 2**31 + 1)
+    assert add_rows(np.ones((5, 1), np.float32), t, 1).square == 5 * (2**31 + 1) ** 2
+
+
 def test_what_no_float_adds_exactly_is_refused() -> None:
     assert choose_block(2047 * 2**20)[0] is np.float64
     with pytest.raises(InputError, match="in a product"):

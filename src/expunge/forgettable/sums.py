@@ -129,7 +129,8 @@ def add_blocks(
         real, length = choose_block(largest * reach)
         for x, t in zip(_cut(phi, length), _cut(targets, length), strict=True):
             cross += (x.T.astype(real, copy=False) @ t.astype(real)).astype(np.int64)
-        square += sum(int(t) ** 2 for t in targets[targets != 0].tolist())
+        whole = np.int64 if reach**2 * targets.size < 2**63 else np.object_
+        square += int(np.square(targets.astype(whole)).sum())
     return Sums(rows, gram.astype(np.int64), cross, square)
 
 
