@@ -12,13 +12,12 @@ the other in each round.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
 
 import cifar
 import features
@@ -28,7 +27,7 @@ from expunge.errors import ExpungeError
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
 from expunge.forgettable.ridge import one_thread
-from expunge.forgettable.solver import Objective
+from expunge.forgettable.solver import Objective, Recycled, _search
 from expunge.noisy.noise import SeededNoise
 from expunge.noisy.solutions import release_solution
 
@@ -38,6 +37,7 @@ PROTOTYPE = {0: 377, 1: 72, 50: 146, 5_000: 204}
 SEEDS = 3
 EPSILON, DELTA, MOST_POINTS = 1.0, 1e-5, 0.05
 PIXELS = 96
+MOST_HALF_PASSES = 3_000
 
 
 def run() -> list[dict[str, Any]]:
@@ -102,32 +102,31 @@ def _compare_starts(
 
 def _compare_solvers(head: ConvexHead) -> list[dict[str, Any]]:
     """L-BFGS without a preconditioner, on all rows from zero."""
-    memory, m = head._memory, head.recipe.weight_decay
+    memory, recipe = head._memory, head.recipe
     newton = head._solve({}, memory.sums, None).half_passes
-    blocks = list(memory.read_blocks())
-    objective = Objective("softmax", m, memory.unit, blocks, memory.sums.gram.astype(np.float64))
+    blocks, gram = list(memory.read_blocks()), memory.sums.gram.astype(np.float64)
+    objective = Objective("softmax", recipe.weight_decay, memory.unit, blocks, gram)
     with one_thread():
-        found = solve_by_lbfgs(objective.evaluate, memory.sums.cross.shape, head.recipe.tolerance)
-    title = f"half-passes, Newton-CG ({newton}) / L-BFGS ({2 * found}), from zero"
-    return [state(title, newton / (2 * found), 1.0)]
+        reached = solve_by_lbfgs(objective, memory.sums.cross.shape, recipe.tolerance)
+    told = f"{'' if reached else 'not within '}{objective.half_passes}"
+    title = f"half-passes, Newton-CG ({newton}) / L-BFGS ({told}), from zero"
+    return [state(title, newton / objective.half_passes, 1.0)]
 
 
-def solve_by_lbfgs(
-    evaluate: Callable[[Array], Any], shape: tuple[int, ...], tolerance: float, most: int = 1500
-) -> int:
-    """How many evaluations L-BFGS takes from zero; ``most`` if it does not get there."""
-    count, reached = 0, False
-
-    def ask(w: Array) -> tuple[float, Array]:
-        nonlocal count, reached
-        value, gradient, bound, _ = evaluate(w.reshape(shape))
-        count, reached = count + (not reached), reached or bound <= tolerance
-        return value, np.zeros_like(w) if reached else gradient.ravel()
-
-    start = np.zeros(int(np.prod(shape)))
-    options = {"maxcor": 20, "maxiter": most, "maxfun": most, "gtol": 0.0, "ftol": 0.0}
-    optimize.minimize(ask, start, jac=True, method="L-BFGS-B", options=options)
-    return count if reached else most
+def solve_by_lbfgs(objective: Objective, shape: tuple[int, ...], tolerance: float) -> bool:
+    """Whether L-BFGS, with twenty pairs, reaches the tolerance from zero; the objective counts."""
+    W, kept, scale = np.zeros(shape), Recycled(deque(maxlen=20)), 1.0
+    value, g, bound, _ = objective.evaluate(W)
+    while bound > tolerance and objective.half_passes < MOST_HALF_PASSES:
+        D = -kept.improve(lambda R, scale=scale: scale * R)(g)
+        after, (value, gradient, bound, _) = _search(objective, W, D, value, g)
+        s, y = after - W, gradient - g
+        bent = float(np.vdot(s, y))
+        if bent > 0:
+            kept.add(s, y, bent)
+            scale = bent / float(np.vdot(y, y))
+        W, g = after, gradient
+    return bound <= tolerance
 
 
 def _compare_accuracy(
