@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import expunge
-from expunge.jobs.shards import expect_work
+from expunge.jobs import shards as shards_of_jobs
+from expunge.jobs.shards import expect_work, train_apart
 from job_folder import call, list_files
 
 OWN = """
@@ -225,7 +226,7 @@ REFUSED: dict[str, tuple[Prepare, tuple[str, ...], str]] = {
     ),
     "everybody": (put("f.txt", "\n".join(f"p{i}" for i in range(30))), FORGET, "nothing to relea"),
     "no shards to train": (job(), ("verify", "release-1", "--retrain", "own.py"), "does not say"),
-    "ray": (job(), (*LEARN, "--ray"), "shards take --workers"),
+    "workers that cannot import": (job(), (*LEARN, "--workers", "2"), "--workers is 2; it must be"),
 }  # fmt: skip
 
 
@@ -244,6 +245,44 @@ def test_what_is_refused_is_one_sentence_and_changes_nothing(
     assert "\n" not in said
     assert re.search(sentence, said), said
     assert list_files(copy) == before
+
+
+def list_checkpoints(state: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (state / "checkpoints").iterdir()}
+
+
+def test_a_worker_trains_a_shard_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Without a cluster: what comes back is what training here writes."""
+    ray_pickle = pytest.importorskip("cloudpickle")
+    own = import_own(write_shards_job(tmp_path).parent)
+    options = {name: value for name, value in METHOD.items() if name != "name"} | OPTIONS
+    x, y = own.load()["train"].tensors
+    here = expunge.Shards(own.build, state=tmp_path / "here", **options)
+    here.learn((x, y), own.load()["ids"])
+
+    def train(plan, settings, folder, shards):
+        packed, told = ray_pickle.dumps((plan, dict(settings))), []
+        for shard in shards:
+            files = shards_of_jobs._read_files(folder, shard, range(2))
+            done, made = train_apart([], packed, shard, files)
+            told.append(done)
+            for name, data in made.items():
+                (folder.path / name).write_bytes(data)
+        return told
+
+    there = expunge.Shards(own.build, state=tmp_path / "there", workers=train, **options)
+    there.learn((x, y), own.load()["ids"])
+    assert list_checkpoints(tmp_path / "there") == list_checkpoints(tmp_path / "here")
+    assert there.trained == here.trained
+
+
+@pytest.mark.slow
+def test_shards_on_ray(tmp_path: Path) -> None:
+    job = write_shards_job(tmp_path)
+    here = succeed("learn", job, "--out", tmp_path / "here")
+    there = succeed("learn", job, "--out", tmp_path / "there", "--ray", "--workers", "2")
+    assert there["digest"] == here["digest"]
+    assert list_checkpoints(tmp_path / "there") == list_checkpoints(tmp_path / "here")
 
 
 def test_what_a_request_costs(copy: Path) -> None:

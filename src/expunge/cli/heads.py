@@ -25,7 +25,7 @@ def learn(
     release: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the head, with its certificate.")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Compute features on Ray, here.")] = False,
+    ray: Annotated[bool, typer.Option("--ray", help="Compute features, or shards, on Ray, here.")] = False,
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Compute them on this Ray cluster.")
     ] = None,

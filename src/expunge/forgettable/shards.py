@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any, Unpack, cast
 
 import torch
@@ -87,7 +88,7 @@ from expunge.training.train import check_trained, describe_training
 from expunge.training.train import train as train_network
 
 FORMAT = "expunge-shards-1"
-Workers = Callable[[Plan, Mapping[str, Any], Folder, Sequence[int]], object]
+Workers = Callable[[Plan, Mapping[str, Any], Folder, Sequence[int]], Sequence[tuple[int, int]]]
 
 
 class ShardOptions(SharedOptions, total=False):
@@ -108,7 +109,7 @@ class Shards:
     does not draw from its seed (a pretrained base) must be ``public``: compared with a state_dict,
     module or file, or declared by names and patterns. ``deterministic=False``: training's bits
     cannot be had again, and the certificate says that requests must not depend on the models.
-    ``workers`` processes train constituents at once; their bits are the same.
+    ``workers`` processes (or a function's) train constituents at once; their bits are the same.
 
     Formal guarantee: after any sequence of ``learn`` and ``forget`` every constituent is, bit for
     bit on one machine, that of a fresh training on the examples that are held.
@@ -137,14 +138,14 @@ class Shards:
         public: Public | None = None,
         combination: Combination = "probabilities",
         deterministic: bool = True,
-        workers: int = 1,
+        workers: int | Workers = 1,
         state: str | Path | None = None,
         progress: bool = False,
         **options: Unpack[ShardOptions],
     ) -> None:
         if combination not in COMBINATIONS:
             raise InputError.of("combination", combination, "one of " + ", ".join(COMBINATIONS))
-        if type(workers) is not int or workers < 1:
+        if not callable(workers) and (type(workers) is not int or workers < 1):
             raise InputError.of("workers", workers, "a whole number >= 1")
         if type(deterministic) is not bool:
             raise InputError.of("deterministic", deterministic, "True or False")
@@ -462,7 +463,9 @@ class Shards:
         shards = range(self.plan.assignment.shards)
         call = (self.plan, self._settings, self._folder)
         try:
-            if self.workers == 1:
+            if callable(self.workers):
+                found = self.workers(*call, shards)
+            elif self.workers == 1:
                 shown = show_progress(shards, len(shards), "shards", self.progress)
                 found = [train_constituent(*call, shard) for shard in shown]
             else:
@@ -474,7 +477,7 @@ class Shards:
                 f"{self._folder.path} could not be written ({error.strerror}); what was asked for "
                 "is kept: call again"
             ) from None
-        except (AttributeError, TypeError) as error:
+        except (AttributeError, TypeError, PicklingError) as error:
             if "pickle" not in str(error):
                 raise
             raise InputError.of(
@@ -485,11 +488,8 @@ class Shards:
     def _release(self, names: tuple[str, ...], samples: int) -> Run:
         assignment, file = self.plan.assignment, self._folder.path / "released"
         before = json.loads(file.read_bytes()) if file.exists() else None
-        counts, constituents, lineages = (
-            self.count_samples(),
-            dict[int, Tensors](),
-            list[list[str]](),
-        )
+        counts, lineages = self.count_samples(), list[list[str]]()
+        constituents = dict[int, Tensors]()
         for shard in range(assignment.shards):
             lineages.append(self._list_lineages(shard))
             path = self._folder.path / self._folder.checkpoint_name(shard, assignment.slices - 1)
@@ -593,6 +593,5 @@ def _diverge(scores: Tensor, answers: Tensor) -> Tensor:
 
 def _name_dtype(constituents: Mapping[int, Tensors]) -> str:
     kinds = {t.dtype for part in constituents.values() for t in part.values()}
-    return str(max(kinds, key=lambda kind: (kind.is_floating_point, kind.itemsize))).removeprefix(
-        "torch."
-    )
+    widest = max(kinds, key=lambda kind: (kind.is_floating_point, kind.itemsize))
+    return str(widest).removeprefix("torch.")

@@ -37,7 +37,7 @@ from expunge.jobs.releases import (
     release_state,
     working,
 )
-from expunge.jobs.shards import make_shards, remember_job
+from expunge.jobs.shards import make_shards, remember_job, train_on_ray
 from expunge.jobs.tables import HeadJob, ShardsJob, StatisticsTable
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def learn_job(
     """Learn a job's examples into its state: all of those that are not held yet, or none.
 
     With ``release`` the head of everything that is held is written there, with its certificate.
-    With ``pool`` features and sums are computed on Ray; ``workers`` processes train shards.
+    With ``pool`` features, or shards, are computed on Ray; ``workers`` processes train shards.
 
     >>> learn_job("/nowhere/job.toml")
     Traceback (most recent call last):
@@ -80,7 +80,7 @@ def learn_job(
     made = read_head_job(path)
     state, said = made.find_state(out), list[str]()
     with importing_from(made.folder), working(state), _leaving_nothing(state):
-        learner, network = _make_learner(made, state, workers, progress)
+        learner, network = _make_learner(made, state, pool, workers, progress)
         with explaining("data.load failed"):
             loaded = load_function("data.load", made.job.data.load, made.folder)()
         train, ids, test, collate = open_data(loaded)
@@ -112,10 +112,11 @@ def _leaving_nothing(state: Path) -> Generator[None]:
 
 
 def _make_learner(
-    made: HeadJobFile, state: Path, workers: int | None, progress: bool
+    made: HeadJobFile, state: Path, pool: Pool | None, workers: int | None, progress: bool
 ) -> tuple[Learner, nn.Module | None]:
     if isinstance(made.job, ShardsJob):
-        return make_shards(made, made.job, state, workers or 1, progress), None
+        there = (workers or 1) if pool is None else partial(train_on_ray, pool=pool)
+        return make_shards(made, made.job, state, there, progress), None
     if workers is not None:
         raise InputError.of("--workers", workers, "left out without --ray")
     network = _build_network(made, made.job)
@@ -125,8 +126,6 @@ def _make_learner(
 def _learn(learner: Learner, train: Any, ids: list[str], pool: Pool | None) -> int:
     if isinstance(learner, StatisticsHead | ConvexHead):
         return learner.learn(train, ids, None if pool is None else _spread(pool, len(ids)))
-    if pool is not None:
-        raise InputError("--ray is for heads; shards take --workers, processes of this machine")
     return learner.learn(train, ids)
 
 

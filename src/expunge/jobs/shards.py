@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import json
+import pickle
+import sys
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
 from expunge.certificates.identifiers import read_ids
-from expunge.errors import InputError
+from expunge.errors import ExpungeError, InputError, RunError, describe_error
 from expunge.files import write_atomic
-from expunge.forgettable.constituents import Folder, Plan
-from expunge.forgettable.shards import FORMAT, Shards
+from expunge.forgettable.constituents import (
+    Folder,
+    Plan,
+    list_lineages,
+    read_checkpoint,
+    train_constituent,
+)
+from expunge.forgettable.shards import FORMAT, Shards, Workers
 from expunge.forgettable.slices import NAME_BYTES
 from expunge.forgettable.store import holds_store
 from expunge.jobs.jobfile import HeadJobFile, read_head_job
 from expunge.jobs.loading import importing_from, load_function, read_weights
+from expunge.jobs.many import Item, Pool, connected
 from expunge.jobs.tables import ShardsJob
 from expunge.training.losses import find_loss
 
@@ -51,11 +61,19 @@ class AdamW:
 
 
 def make_shards(
-    made: HeadJobFile, job: ShardsJob, state: Path, workers: int = 1, progress: bool = False
+    made: HeadJobFile,
+    job: ShardsJob,
+    state: Path,
+    workers: int | Workers = 1,
+    progress: bool = False,
 ) -> Shards:
     """The ensemble of a job, with what ``state`` holds. Call inside ``importing_from``."""
     holds_store(state)
     method, model = job.method, job.model
+    places = [place or "" for place in (model.build, method.train, model.loss)]
+    if isinstance(workers, int) and workers > 1 and any(".py:" in place for place in places):
+        valid = '1, or all functions named as "module:function", for other processes to import'
+        raise InputError.of("--workers", workers, valid)
     given: dict[str, Any] = method.model_dump(
         exclude={"name", "train", "optimizer"}, exclude_unset=True
     )
@@ -145,6 +163,72 @@ class Slices:
     def _count(self, shard: int, part: int) -> Counter[bytes]:
         found = Folder(self.state).read_slice(shard, part)
         return Counter() if found is None else Counter(found.read_names())
+
+
+def train_on_ray(
+    plan: Plan, settings: Mapping[str, Any], folder: Folder, shards: Sequence[int], *, pool: Pool
+) -> list[tuple[int, int]]:
+    """A shard is a task: its slices and checkpoints go out, its new checkpoints come back."""
+    slices, found = range(plan.assignment.slices), dict[int, tuple[int, int]]()
+    touched = list[int]()
+    for shard in shards:
+        digests = [folder.scan(shard, part).digest for part in slices]
+        last = folder.path / folder.checkpoint_name(shard, slices[-1])
+        if read_checkpoint(last, list_lineages(settings, shard, digests)[-1]) is None:
+            touched.append(shard)
+    if not touched:
+        return [(0, 0)] * len(shards)
+    with connected(pool, [Item("shards", None)]) as ray:
+        packed = ray.put(ray.cloudpickle.dumps((plan, dict(settings))))
+        run = ray.remote(max_retries=pool.retries)(train_apart)
+        many = pool.workers or len(touched)
+        for start in range(0, len(touched), many):
+            batch = touched[start : start + many]
+            files = [_read_files(folder, shard, slices) for shard in batch]
+            given = zip(batch, files, strict=True)
+            tasks = [run.remote(sys.path, packed, *one) for one in given]
+            for shard, task in zip(batch, tasks, strict=True):
+                found[shard], made = _get(ray, task, pool)
+                for name, data in made.items():
+                    write_atomic(folder.path / name, data)
+    return [found.get(shard, (0, 0)) for shard in shards]
+
+
+def train_apart(
+    places: list[str], packed: bytes, shard: int, files: Mapping[str, bytes]
+) -> tuple[tuple[int, int], dict[str, bytes]]:
+    """What a worker runs: a shard in a folder of its own; the checkpoints that are new."""
+    sys.path.extend(place for place in places if place not in sys.path)
+    plan, settings = pickle.loads(packed)
+    with TemporaryDirectory(prefix="expunge-shard-") as place:
+        folder = Folder(Path(place))
+        for name in ("rows", "checkpoints"):
+            (folder.path / name).mkdir()
+        for name, data in files.items():
+            (folder.path / name).write_bytes(data)
+        told = train_constituent(plan, settings, folder, shard)
+        made = {f"checkpoints/{p.name}": p.read_bytes() for p in folder.path.glob("checkpoints/*")}
+    return told, {name: data for name, data in made.items() if files.get(name) != data}
+
+
+def _read_files(folder: Folder, shard: int, slices: range) -> dict[str, bytes]:
+    names = [make(shard, part) for part in slices
+             for make in (folder.slice_name, folder.checkpoint_name)]  # fmt: skip
+    return {n: (folder.path / n).read_bytes() for n in names if (folder.path / n).exists()}
+
+
+def _get(ray: Any, task: Any, pool: Pool) -> Any:
+    try:
+        return ray.get(task)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, ExpungeError):
+            raise error.cause from None
+        raise RunError(f"a worker could not train: {describe_error(error.cause)}") from None
+    except ray.exceptions.RayError as error:
+        raise RunError(
+            f"a shard could not be trained, its worker died {pool.retries + 1} times "
+            f"({type(error).__name__}); what was asked for is kept, run the same command again"
+        ) from None
 
 
 def expect_work(shards: int, slices: int, people: int) -> float:
