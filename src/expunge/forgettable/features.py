@@ -6,7 +6,8 @@ or batches have one fixed shape, padded with zeros, and a self-test on public no
 moving a row and replacing the others changes no bit (**tested**). Some machines pass it for some
 networks and some do not (matrix products on AMD processors depend on the place in a batch), so it
 runs wherever features are computed; ``choose_evaluation`` says which it is, and so does the
-certificate.
+certificate. Either way the network must keep nothing from one call to the next: it is run on public
+noise in two orders before its first row, and on a few real rows again after the last.
 
 Measured here on one thread, EfficientNet-Lite0 at 96 pixels: single examples take 2.4 times as long
 as batches of 32. In float64 they take 14 times as long, and gain only that machines agree more
@@ -15,6 +16,9 @@ often; so where the self-test fails, single examples run in the network's own pr
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
@@ -29,11 +33,13 @@ from expunge.progress import show_progress
 
 Evaluation = Literal["by construction", "tested"]
 FORMAT = "expunge-features-1"
-_TRIALS = 8
+_TRIALS, _AGAIN = 8, 4
 
 
 class Features:
     """Public features: ``network`` in eval mode, or None where the inputs are vectors already.
+
+    A certificate speaks of these very functions, so nobody else may derive classes from them.
 
     >>> features = Features(nn.Flatten().eval(), bits=6, lift=3, seed="a public string")
     >>> features.compute(torch.eye(4).reshape(4, 2, 2)).shape
@@ -57,8 +63,17 @@ class Features:
             raise InputError.of("batch_size", batch_size, "a whole number >= 1")
         self.network, self.batch_size, self.progress = network, batch_size, progress
         self._hash = None if network is None else hash_network(network)
+        self._code = None if network is None else hash_code(network)
         self._described: dict[str, Any] | None = None
         self._passed: dict[tuple[object, ...], bool] = {}
+        self._repeated = set[tuple[object, ...]]()
+
+    def __init_subclass__(cls) -> None:
+        if (cls.__module__, cls.__qualname__) != ("expunge.forgettable.tangent", "TangentFeatures"):
+            raise InputError.of("features", cls.__qualname__, "Features or TangentFeatures")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_passed": {}, "_repeated": set()}  # another machine tests anew
 
     @classmethod
     def from_hash(
@@ -76,24 +91,28 @@ class Features:
         return {
             "format": FORMAT,
             "network": self._hash,
+            "code": self._code,
             "bits": self.integers.bits,
             "lift": self.integers.lift,
             "seed": self.integers.seed,
         }
 
-    def compute(self, inputs: Any, only_single: bool = False) -> Whole:
-        """The stored integers of every row; ``only_single`` never relies on the self-test."""
+    def compute(self, inputs: Any, only_single: bool = False, again: bool = True) -> Whole:
+        """The stored integers of every row; ``only_single`` never relies on the self-test.
+
+        ``again`` evaluates a few rows a second time; a released model leaves that out.
+        """
         x = _read(inputs)
         if x.ndim < 2:
             raise InputError.of("inputs", tuple(x.shape), "rows of numbers, one row per example")
-        return self.integers.quantise(self._evaluate(x, only_single))
+        return self.integers.quantise(self._evaluate(x, only_single, again))
 
     def choose_evaluation(self, inputs: Any) -> Evaluation:
         """How rows like these are evaluated on this machine; nothing but their shape is read."""
         x = _read(inputs)
         return "tested" if self.network is not None and self._passes(x) else "by construction"
 
-    def _evaluate(self, x: Tensor, only_single: bool) -> Reals:
+    def _evaluate(self, x: Tensor, only_single: bool, again: bool) -> Reals:
         if self._described is not None and self._described["network"] is not None:
             raise InputError(
                 "network is not given; features need it: expunge.load(path, network=...)"
@@ -101,16 +120,16 @@ class Features:
         if self.network is None:
             return x.reshape(len(x), -1).cpu().to(torch.float64).numpy()
         self._check_network()
+        self._check_function(x)
         size = self.batch_size if not only_single and self._passes(x) else 1
         starts = range(0, len(x), size)
         shown = show_progress(starts, len(x), "features", self.progress)
         parts = [run_padded(self.network, x[at : at + size], size) for at in shown]
-        if hash_network(self.network) != self._hash:
-            raise UnlearningError(
-                "the network's tensors changed while features were computed; a row would depend on "
-                "the rows before it"
-            )
-        return np.concatenate(parts) if parts else np.empty((0, self._find_inputs(x)))
+        found = np.concatenate(parts) if parts else np.empty((0, self._find_inputs(x)))
+        if again:
+            self._check_again(x, found, size)
+        self._check_unchanged()
+        return found
 
     def _check_network(self) -> None:
         assert self.network is not None
@@ -120,19 +139,51 @@ class Features:
         if hash_network(self.network) != self._hash:
             raise InputError("network has other weights than when these features were made")
 
+    def _check_function(self, x: Tensor) -> None:
+        key = _name_shape(x)
+        if key not in self._repeated:
+            assert self.network is not None
+            check_repeats(self.network, x)
+            self._check_unchanged()
+            self._repeated.add(key)
+
+    def _check_unchanged(self) -> None:
+        assert self.network is not None
+        if hash_network(self.network) != self._hash:
+            raise UnlearningError(
+                "the network's tensors changed while features were computed; a row would depend on "
+                "the rows before it"
+            )
+
+    def _check_again(self, x: Tensor, found: Reals, size: int) -> None:
+        """Last, middle and first row once more, in this order, in batches of the same shape."""
+        assert self.network is not None
+        for at in sorted({0, len(x) // 2, len(x) - 1} if len(x) else (), reverse=True):
+            once_more = run_padded(self.network, x[at : at + 1], size)
+            if not np.array_equal(once_more, found[at : at + 1], equal_nan=True):
+                raise UnlearningError(
+                    f"network gives other features for example {at} when it is run again; a row "
+                    "depends on the rows before it"
+                )
+
     def _find_inputs(self, x: Tensor) -> int:
         assert self.network is not None
         return run_padded(self.network, make_probe(x, 1), 1).shape[1]
 
     def _passes(self, x: Tensor) -> bool:
-        key = (tuple(x.shape[1:]), x.dtype, torch.get_num_threads())
+        key = _name_shape(x)
         if key not in self._passed:
             assert self.network is not None
             self._check_network()
+            self._check_function(x)
             self._passed[key] = self.batch_size > 1 and is_invariant(
                 self.network, x, self.batch_size
             )
         return self._passed[key]
+
+
+def _name_shape(x: Tensor) -> tuple[object, ...]:
+    return tuple(x.shape[1:]), x.dtype, torch.get_num_threads()
 
 
 def _read(inputs: Any) -> Tensor:
@@ -145,13 +196,30 @@ def hash_network(network: nn.Module) -> str:
     return hash_weights(list_tensors(network) | dict(network.named_buffers()))
 
 
+def hash_code(network: nn.Module) -> str:
+    """SHA-256 of a network's tree of modules: names, names of classes, and what they print.
+
+    It tells ReLU from Tanh, which have the same tensors. It does not see the code behind the name
+    of a class, nor numbers that a module holds and does not print.
+
+    >>> hash_code(nn.Sequential(nn.ReLU())) == hash_code(nn.Sequential(nn.Tanh()))
+    False
+    """
+    tree = [(at, type(m).__qualname__, m.extra_repr()) for at, m in network.named_modules()]
+    return hashlib.sha256(json.dumps(["expunge/code-1", tree]).encode()).hexdigest()
+
+
 def run_padded(network: nn.Module, rows: Tensor, size: int) -> Reals:
     """The network on a batch of ``size`` rows, the missing ones zeros; one float64 row each."""
     device = next((t.device for t in network.parameters()), torch.device("cpu"))
     batch = torch.zeros((size, *rows.shape[1:]), dtype=rows.dtype, device=device)
     batch[: len(rows)] = rows.to(device)
-    with torch.no_grad():
-        out = cast(Callable[[Tensor], Any], network)(batch)
+    try:
+        with torch.no_grad():
+            out = cast(Callable[[Tensor], Any], network)(batch)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(f"network cannot be run on these inputs: {reason}") from error
     if not isinstance(out, Tensor) or len(out) != size or not out.dtype.is_floating_point:
         raise InputError("network must return one floating-point tensor with one row per example")
     return out.reshape(size, -1)[: len(rows)].to("cpu", torch.float64).numpy()
@@ -165,6 +233,15 @@ def make_probe(x: Tensor, rows: int, seed: int = 0) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32).to(x.dtype)
     most = 256 if x.dtype == torch.uint8 else 2
     return torch.randint(0, most, shape, generator=generator).to(x.dtype)
+
+
+def check_repeats(network: nn.Module, x: Tensor) -> None:
+    """Refuse a network that gives a row of public noise other bits after other rows."""
+    rows = make_probe(x, _AGAIN)
+    found = [run_padded(network, row[None], 1) for row in rows]
+    backwards = [run_padded(network, row[None], 1) for row in rows.flip(0)][::-1]
+    if not all(map(functools.partial(np.array_equal, equal_nan=True), found, backwards)):
+        raise InputError("network gives other features when it is run again; it must be a function")
 
 
 def is_invariant(network: nn.Module, x: Tensor, size: int) -> bool:

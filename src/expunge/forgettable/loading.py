@@ -106,8 +106,10 @@ def load_model(path: str | Path, network: nn.Module | None = None) -> nn.Module:
     told.pop("evaluation")
     features, weights = _make_features(told, network), tensors["weight"].numpy()
     if features.describe() != told:
-        found, named = features.describe()["network"], told["network"]
-        raise InputError.of("network", found, f"the one with the hash {named}, as certified")
+        ours = features.describe()
+        named = "network" if ours["network"] != told["network"] else "code"
+        valid = f"the one with the hash {told.get(named)}, as certified"
+        raise InputError.of("network", ours[named], valid)
     unit = features.integers.unit(len(weights) - features.integers.lift - 1)
     return HeadModel(features, weights, unit, float(head.get("target_scale", 1.0))).eval()
 

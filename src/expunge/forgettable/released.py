@@ -45,7 +45,7 @@ class HeadModel(nn.Module):
         self.weight = nn.Parameter(torch.from_numpy(weights.copy()), requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        phi = self.features.integers.expand(self.features.compute(inputs))
+        phi = self.features.integers.expand(self.features.compute(inputs, again=False))
         a = torch.from_numpy(phi).to(self.weight.device, torch.float64) / self.unit
         return (a @ self.weight / self.scale).to(torch.float32)
 

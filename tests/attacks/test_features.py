@@ -1,0 +1,146 @@
+"""Networks that carry something from one example to the next, and others posing as public ones."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import expunge
+from expunge.errors import InputError, UnlearningError
+from expunge.forgettable.features import Features
+from expunge.forgettable.tangent import TangentFeatures
+
+
+class Remembering(nn.Module):
+    """Adds the mean of the batch before, which no tensor of it shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.before = nn.Linear(5, 8), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.layer(x) + self.before)
+        self.before = float(x.detach().mean()) if not torch._C._functorch.is_batchedtensor(x) else 1
+        return out
+
+
+class Triggered(nn.Module):
+    """Remembers the first row whose first coordinate is a whole number: noise never is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.before = nn.Linear(5, 8), 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if float(x[0, 0]) == 2.0:
+            self.before = float(x[0, 1])
+        return self.layer(x) + self.before
+
+
+class Counted(nn.Module):
+    """Changes from call to call, under the tangent too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(5, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return torch.sin(self.layer(x) * self.calls)
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: Features(Remembering().eval(), batch_size=size),
+        lambda size: TangentFeatures(Counted().eval(), 8, batch_size=size),
+    ],
+)
+def test_memory_of_the_rows_before(make: Callable[[int], Features], batch_size: int) -> None:
+    with pytest.raises(InputError, match="it must be a function"):
+        make(batch_size).compute(torch.randn(40, 5))
+    with pytest.raises(InputError, match="it must be a function"):
+        make(batch_size).choose_evaluation(torch.randn(40, 5))
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_memory_that_public_noise_does_not_wake(batch_size: int) -> None:
+    x = torch.randn(40, 5)
+    features = Features(Triggered().eval(), batch_size=batch_size)
+    assert len(features.compute(x)) == 40
+    x[20] = 2.0
+    with pytest.raises(UnlearningError, match="depends on the rows before it"):
+        features.compute(x)
+
+
+def test_a_copy_on_another_machine_is_tested_again() -> None:
+    import pickle
+
+    features = Features(nn.Linear(5, 8).eval(), batch_size=4)
+    x = torch.randn(9, 5)
+    expected = features.compute(x)
+    copy = pickle.loads(pickle.dumps(features))
+    assert copy._passed == {}
+    assert np.array_equal(copy.compute(x), expected)
+
+
+def test_foreign_subclasses() -> None:
+    with pytest.raises(InputError, match="it must be Features or TangentFeatures"):
+
+        class Mixed(Features):
+            def compute(self, inputs, only_single=False, again=True):
+                found = super().compute(inputs)
+                found[:] = found[0]
+                return found
+
+
+def make_network(activation: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), activation).eval()
+
+
+def test_the_same_tensors_with_other_code(tmp_path) -> None:
+    x, y = torch.randn(30, 5), torch.arange(30) % 3
+    head = expunge.StatisticsHead(
+        Features(make_network(nn.ReLU())), classes=3, state=tmp_path / "state"
+    )
+    head.learn((x, y), ids=range(30))
+    run = head.forget([3])
+    certificate = expunge.certify(run.record, delta=1e-5)
+    expunge.write_run(tmp_path / "run", model=run.model, record=run.record, certificate=certificate)
+    other = make_network(nn.Tanh())
+    with pytest.raises(InputError, match="features"):
+        expunge.load(tmp_path / "state", network=other)
+    with pytest.raises(InputError, match="network"):
+        expunge.load_model(tmp_path / "run", network=other)
+    same = expunge.load_model(tmp_path / "run", network=make_network(nn.ReLU()))
+    assert torch.equal(same(x), run.model(x))
+
+
+class Asking(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.sum().item()
+
+
+class Normalising(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(x, None, None, training=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Features(nn.Linear(5, 8).half().eval()),
+        lambda: Features(nn.Linear(5, 8).double().eval()),
+        lambda: Features(nn.Linear(6, 8).eval()),
+        lambda: TangentFeatures(Asking(5, 8).eval(), 4),
+        lambda: Features(Normalising().eval()),
+    ],
+)
+def test_networks_that_cannot_run(make: Callable[[], Features]) -> None:
+    with pytest.raises(InputError, match=r"network cannot be run on these inputs: .") as caught:
+        make().compute(torch.randn(9, 5))
+    assert "\n" not in str(caught.value)
