@@ -48,7 +48,7 @@ NAMES = {
 CLIPPED = Arm("gradient-clipping", "certified")
 RIDGE = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4)
 CONVEX = (1e-5,)
-RATES = (0.03, 0.1, 0.3)
+RATES = (0.01, 0.03, 0.1, 0.3)
 BUDGET, SEEDS = 49, 3
 
 
