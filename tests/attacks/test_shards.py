@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from expunge import (
     Certificate,
     InputError,
+    Run,
     RunRecord,
+    ShardedTraining,
     Shards,
     UnlearningError,
     VerificationError,
@@ -197,6 +199,165 @@ def test_a_frozen_part_that_training_writes_to() -> None:
 
     with pytest.raises(UnlearningError, match="a frozen parameter changed in training"):
         learn(Shards(half, seed=SEED, shards=2, slices=1, train=thaw, public=["0.*"]))
+
+
+def test_a_preparation_that_caches_constants_of_the_first_data_it_sees(tmp_path: Path) -> None:
+    """It is given public noise first, in every process: what it keeps is nobody's data."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.mean: Tensor | None = None
+
+        def __call__(self, inputs: Tensor) -> Tensor:
+            if self.mean is None:
+                self.mean = inputs.mean(0)
+            return inputs - self.mean
+
+    state = tmp_path / "state"
+    ensemble, never = make(prepare=Cache(), state=state), make(prepare=Cache())
+    learn(ensemble)
+    learn(never, lambda name: name != "user-4")
+    run, other = ensemble.forget(["user-4"]), never.release()
+    assert run.record.weights_after == other.record.weights_after
+    again = make(prepare=Cache(), state=state).forget(["user-9"])
+    learn(late := make(prepare=Cache()), lambda name: name not in ("user-4", "user-9"))
+    assert again.record.weights_after == late.release().record.weights_after
+
+
+def test_other_code_of_the_same_name_trains_everything_again(tmp_path: Path) -> None:
+    """Functions are known by name; what they do is told by what they make of public noise."""
+
+    def make_train(rate: float):
+        def run(model: nn.Module, data: Examples, seed: int) -> None:
+            train(model, data, epochs=1, learning_rate=rate, seed=seed)
+
+        return run
+
+    options = {"seed": SEED, "shards": 3, "slices": 2, "state": tmp_path / "state"}
+    before = Shards(build, train=make_train(0.1), **options)
+    learn(before)
+    before.release()
+    with pytest.warns(UserWarning, match="training behaves differently .* trained again"):
+        after = Shards(build, train=make_train(0.3), **options)
+    run = after.forget(["user-4"])
+    assert run.record.shards.trained_from == (1, 1, 1)
+    assert [after.retrain(k) for k in range(3)] == list(run.record.shards.hashes)
+
+
+def test_a_slice_of_one_shard_restored_over_another(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    ensemble = make(state=state)
+    learn(ensemble)
+    files = sorted((state / "rows").iterdir())
+    kept = files[1].read_bytes()
+    shutil.copy(files[0], files[1])
+    with pytest.raises(UnlearningError, match="holds examples that do not belong there"):
+        make(state=state).forget(["user-4"])
+    files[1].write_bytes(kept[:100])
+    with pytest.raises(UnlearningError, match="is damaged"):
+        make(state=state).forget(["user-4"])
+    files[1].write_bytes(kept)
+    (state / "rows" / "copy").write_bytes(kept)
+    with pytest.raises(InputError, match="a slice or checkpoint of this state"):
+        make(state=state)
+
+
+def test_fewer_slices_written_into_the_state_would_drop_examples(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    learn(make(state=state))
+    meta = json.loads((state / "meta.json").read_text())
+    meta["settings"]["slices"] = 1
+    (state / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(InputError, match="a slice or checkpoint of this state"):
+        make(state=state, slices=1)
+
+
+def test_a_process_that_ends_before_the_release_is_written(tmp_path: Path) -> None:
+    """The next one names the same samples, and can be chained to the last that was written."""
+    state = tmp_path / "state"
+    ensemble = make(state=state)
+    learn(ensemble)
+    first = certify(ensemble.release().record, delta=1e-5)
+    ensemble.forget(["user-4"])  # and the process ends here
+    with pytest.warns(UserWarning, match="already forgotten"):
+        run = make(state=state).forget(["user-4"], since=first)
+    certificate = certify(run.record, delta=1e-5, parent=first)
+    assert certificate.data.forget.samples == 1
+    assert sorted(certificate.shards.trained_from)[:2] == [0, 0]
+
+
+def test_a_training_that_undoes_the_arithmetic_or_trains_another_network() -> None:
+    def hurry(model: nn.Module, data: Examples, seed: int) -> None:
+        torch.set_num_threads(2)
+
+    def loosen(model: nn.Module, data: Examples, seed: int) -> None:
+        torch.use_deterministic_algorithms(False)
+
+    def replace_model(model: nn.Module, data: Examples, seed: int) -> nn.Module:
+        return build()
+
+    threads = torch.get_num_threads()
+    for how, sentence in (
+        (hurry, "changed the number of threads"),
+        (loosen, "use of deterministic arithmetic"),
+        (replace_model, r"train\(\) returned a Sequential"),
+    ):
+        with pytest.raises((InputError, UnlearningError), match=sentence):
+            learn(Shards(build, seed=SEED, shards=2, slices=1, train=how))
+        assert torch.get_num_threads() == threads
+
+
+def test_data_in_constants_of_the_network() -> None:
+    x, _, _ = make_data()
+
+    class Hiding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = build()
+            for i, value in enumerate(x[4]):
+                self.register_buffer(f"b{i}", value.clone())
+                self.register_buffer(f"c{i}", torch.full((3,), float(value)))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.net(inputs)
+
+    with pytest.raises(InputError, match=r"build\(\) does not draw b0, c0"):
+        learn(make(build=Hiding))
+
+    class Harmless(Hiding):
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+            self.net = nn.Sequential(build(), nn.PReLU(), nn.BatchNorm1d(3))
+
+    learn(make(build=Harmless))
+
+
+def test_a_record_that_says_other_things_than_the_state() -> None:
+    ensemble = make()
+    learn(ensemble)
+    record = ensemble.forget(["user-4"]).record
+    sharding = record.shards
+    ensemble.check(certify(record, delta=1e-5))
+    for name, value in (
+        ("training", {"epochs": 1000.0}), ("combination", "votes"), ("samples", (45, 0, 0)),
+        ("build", "0" * 64), ("deterministic", False), ("seed", "other"),
+    ):  # fmt: skip
+        lie = replace(record, shards=replace(sharding, **{name: value}))
+        with pytest.raises(VerificationError, match=f"shards.{name} is"):
+            ensemble.check(certify(lie, delta=1e-5))
+    fewer = replace(record, recipe=ShardedTraining(shards=3, slices=1))
+    with pytest.raises(VerificationError, match="recipe is"):
+        ensemble.check(certify(fewer, delta=1e-5))
+
+
+def test_another_model_given_to_distillation() -> None:
+    ensemble = make()
+    learn(ensemble)
+    old, new = ensemble.release(), ensemble.forget(["user-4"])
+    forged = replace(new.record.shards, hashes=old.record.shards.hashes)
+    edited = replace(new.record, weights_after=old.record.weights_after, shards=forged)
+    with pytest.raises(InputError, match="not the ensemble of this state"):
+        ensemble.distill(Run(old.model, edited), epochs=1, learning_rate=0.1)
 
 
 @pytest.fixture(scope="module")

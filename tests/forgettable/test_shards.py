@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -326,6 +327,8 @@ def test_a_training_function_of_ones_own(tmp_path: Path) -> None:
     secret = Shards(build, shards=2, slices=2, seed=SEED, train=careless, deterministic=False)
     learn(secret, data)
     certificate = certify(secret.release().record, delta=1e-5)
+    with pytest.raises(InputError, match="bits cannot be had again"):
+        secret.check(certificate)
     assert "requests do not depend on models" in certificate.scope.assumptions[0]
     with pytest.raises(InputError, match="left out: train= trains"):
         Shards(build, seed=SEED, train=run, epochs=2)
@@ -371,6 +374,7 @@ def test_distillation_is_one_network_and_post_processing(tmp_path: Path) -> None
     write_run(tmp_path / "one", model=one.model, record=one.record, certificate=certificate)
     found = verify(tmp_path / "one" / "certificate.json", record=tmp_path / "one" / "record.json")
     assert found.shards.distilled
+    assert found.parameters == sum(t.numel() for t in one.model.state_dict().values())
     assert any("distillation" in line for line in found.scope.covered)
     with pytest.raises(InputError, match="unchanged"):
         ensemble.distill(one, epochs=1, learning_rate=0.1)
@@ -417,6 +421,9 @@ def test_bad_settings_are_one_sentence(options: dict, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+STRANGER = SimpleNamespace(weights=SimpleNamespace(noisy="0" * 64, after="0" * 64))
+
+
 def test_bad_data_are_one_sentence_and_change_nothing(tmp_path: Path) -> None:
     state, data = tmp_path / "state", make_data()
     ensemble = make(state=state)
@@ -437,6 +444,7 @@ def test_bad_data_are_one_sentence_and_change_nothing(tmp_path: Path) -> None:
         (lambda: ensemble.forget([]), "ids is empty"),
         (lambda: make(state=state, shards=4), "shards is 4; it must be 3, as in"),
         (lambda: make(state=state, epochs=3), "training is"),
+        (lambda: ensemble.release(since=STRANGER), "since is .*a release of this state"),
     ]
     for attempt, sentence in tries:
         with pytest.raises(InputError, match=sentence):
@@ -445,9 +453,11 @@ def test_bad_data_are_one_sentence_and_change_nothing(tmp_path: Path) -> None:
     other = functools.partial(Shards, lambda: nn.Linear(6, 3), seed=SEED, shards=3, slices=2)
     with pytest.raises(InputError, match="build is"):
         other(epochs=2, learning_rate=0.1, batch_size=4, momentum=0.9, state=state)
-    ensemble.forget(["user-1"])
+    assert ensemble.forget(["user-1"]).record.forget.samples == 2
     with pytest.warns(UserWarning, match="already forgotten: 1 of 1"):
-        ensemble.forget(["user-1"])
+        again = ensemble.forget(["user-1"])
+    assert again.record.forget.samples == 2, "how many examples this person had is remembered"
+    assert ensemble.learn((x[:0], y[:0]), ids=[]) == 0
     with pytest.warns(UserWarning, match="1 of these identifiers were forgotten before"):
         ensemble.learn((x[1:2], y[1:2]), ids=["user-1"])
 

@@ -70,6 +70,10 @@ _VOID_IF_HEAD = (
     "retained rows were derived from forgotten ones",
     "the key of the noise or the run record became known together with the model",
 )
+_VOID_IF_NOISY_HEAD = (
+    *_VOID_IF_HEAD,
+    "more noisy releases were made from one start (a copied state) than are counted here",
+)
 
 _VOID_IF_SHARDS = (
     "the public string, the number of shards or slices, the network or the training was chosen by "
@@ -83,6 +87,10 @@ _ONE_THREAD = (
     "computed: constituents were trained on one thread with deterministic arithmetic; the bits "
     "hold for the versions named here, on machines of this kind."
 )
+_SAME_CODE = (
+    "assumed: build(), training, prepare, augment and loss keep nothing from one call to the next "
+    "(tested on public noise, before anything else is given to them)."
+)
 _SECRET = (
     "assumed: requests do not depend on models released before. The training is not "
     "deterministic, and what it drew is known to whoever sees the models (Gupta et al. 2021)."
@@ -91,11 +99,16 @@ _SECRET = (
 _PUBLIC_FEATURES = (
     "assumed: the feature map is public: network, bits, lift and seed saw no forgotten data."
 )
-_ALONE = "computed: every row was evaluated by itself, so its integers show no other row."
+_ALONE = "computed: every row was given to the network alone."
 _IN_BATCHES = (
-    "tested: rows were evaluated in batches of one shape; moving a row and replacing the others "
-    "changed no bit of public noise."
+    "tested: rows were given to the network in batches of one shape; moving a row and replacing "
+    "the others changed no bit of public noise."
 )
+_KEEPS_NOTHING = (
+    "assumed: the network keeps nothing from one call to the next (tested on public noise and on "
+    "a few rows again)."
+)
+_VECTORS = "computed: inputs are vectors; every row was rounded by itself."
 
 BLOCKS = "Not for release: "
 LARGE_EPSILON = 10.0
@@ -161,6 +174,7 @@ def _warn_of_numbers(certificate: CertificateWire) -> list[str]:
         return found
     sets = [s for s in (c.data.forget, c.data.retain) if s is not None]
     n = sum(s.count if s.samples is None else s.samples for s in sets)
+    n += 0 if c.statistics is None else c.statistics.samples
     if n and c.delta > 1 / n:
         found.append(f"{BLOCKS}delta is above 1/{n}, one over the number of samples.")
     elif n and c.delta > 1 / (10 * n):
@@ -179,7 +193,7 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
     ]
     if c.start == "centre":
         covered.append("This run started at the public centre and never used the old model.")
-    if c.start == "fresh":
+    if c.start == "fresh" and c.shards is None:
         covered.append("This run started from weights that depend on no data at all.")
     if c.buffers.policy == "reset":
         covered.append(
@@ -192,7 +206,7 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
             "those of a life without the forget set."
         )
     if c.shards is not None:
-        covered += _describe_shards(c.shards)
+        covered += _describe_shards(c, c.shards)
     if c.finetune is not None:
         covered.append(_describe_tuning(c))
     if c.releases > 1:
@@ -225,7 +239,7 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
     if head is not None:
         not_covered += [
             "The public network under the head, which is not part of the release: "
-            f"{head.features.get('network') or 'none, inputs are vectors'}.",
+            f"{head.features['network'] or 'none, inputs are vectors'}.",
             _SIDE_BY_SIDE,
         ]
     if c.shards is not None:
@@ -237,8 +251,8 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
             )
     if c.weights.public is not None and c.shards is not None:
         not_covered.append(
-            "The start of the tensors that the public string does not draw, and all frozen ones: "
-            + _describe_public(c.weights.public)
+            "Where the tensors come from that the public string does not draw: "
+            + _describe_public(c.weights.public, "of the start")
         )
     elif c.weights.public is not None:
         not_covered.append(_describe_public(c.weights.public))
@@ -263,14 +277,22 @@ _SIDE_BY_SIDE = "What models released before and after a request show side by si
 def _choose_voids(certificate: CertificateWire) -> tuple[str, ...]:
     if certificate.shards is not None:
         return _VOID_IF_SHARDS
-    return _VOID_IF if certificate.statistics is None else _VOID_IF_HEAD
+    if certificate.statistics is None:
+        return _VOID_IF
+    return _VOID_IF_HEAD if is_exact(read_recipe(certificate)) else _VOID_IF_NOISY_HEAD
 
 
-def _describe_shards(sharding: ShardingWire) -> list[str]:
+def _describe_shards(certificate: CertificateWire, sharding: ShardingWire) -> list[str]:
     used = sum(1 for held in sharding.hashes if held != combine_leaves([]))
     found = [
         f"All {used} constituents, trained on {sum(sharding.samples)} examples that remain; who "
-        f"belongs to which, every start and every order follow from {sharding.seed!r}."
+        f"belongs to which and every order follow from {sharding.seed!r}.",
+        "They start from what build() draws under that string"
+        + (
+            ", and from nothing else."
+            if certificate.weights.public is None
+            else f", and from public tensors, {certificate.weights.public.hash}."
+        ),
     ]
     if sharding.trained_from:
         kept = sum(1 for first in sharding.trained_from if first == 0)
@@ -297,7 +319,7 @@ def _describe_tuning(certificate: CertificateWire) -> str:
     return f"The {what}, if its data hold nothing of the forget set: that was not checked."
 
 
-def _describe_public(public: PublicWire) -> str:
+def _describe_public(public: PublicWire, which: str = "that are not certified") -> str:
     shown = ", ".join(public.names[:20])
     if len(public.names) > 20:
         shown += f" and {len(public.names) - 20} more"
@@ -306,7 +328,7 @@ def _describe_public(public: PublicWire) -> str:
         if public.compared
         else "declared public by the operator, not compared"
     )
-    return f"The {len(public.names)} tensors that are not certified, {why}: {shown}."
+    return f"The {len(public.names)} tensors {which}, {why}: {shown}."
 
 
 def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
@@ -318,11 +340,20 @@ def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
         case (NoisyDescent() | RewindToDelete()) as recipe if problem is not None:
             return tuple(describe_assumptions(recipe, Problem(**problem.model_dump())))
         case _ if certificate.statistics is not None:
-            alone = certificate.statistics.features.get("evaluation") == "by construction"
-            return (_PUBLIC_FEATURES, _ALONE if alone else _IN_BATCHES)
+            told = certificate.statistics.features
+            if told["network"] is None:
+                return (_PUBLIC_FEATURES, _VECTORS)
+            how = _ALONE if told["evaluation"] == "by construction" else _IN_BATCHES
+            return (_PUBLIC_FEATURES, how, _KEEPS_NOTHING)
         case ShardedTraining():
             sure = certificate.shards is not None and certificate.shards.deterministic
-            return (_ONE_THREAD if sure else _SECRET,)
+            told = [_ONE_THREAD if sure else _SECRET, _SAME_CODE]
+            if certificate.weights.public is not None:
+                told.append(
+                    "assumed: the tensors that the public string does not draw saw no forgotten "
+                    "data; nobody but their publisher knows."
+                )
+            return tuple(told)
         case _:
             return ()
 

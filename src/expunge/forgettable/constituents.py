@@ -16,9 +16,9 @@ how many constituents are trained at once.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,10 +29,13 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from expunge.errors import InputError, UnlearningError
+from expunge.errors import ExpungeError, InputError, UnlearningError
 from expunge.files import write_atomic
-from expunge.forgettable.slices import Assignment, Examples, join
+from expunge.forgettable.features import make_probe
+from expunge.forgettable.folders import Folder
+from expunge.forgettable.slices import Assignment, Examples
 from expunge.processes.weights import hash_weights
 from expunge.training.randomness import derive_seed, seeded_random
 from expunge.training.settings import Settings
@@ -43,8 +46,8 @@ Train = Callable[[nn.Module, Examples, int], object]
 Tensors = dict[str, Tensor]
 _KEY = "expunge"
 FEWEST = 2
-_SELF_TEST_ROWS = 256
-_SAME = 0.5
+_PROBE = 32
+_TESTED: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class Plan:
             built = self.build()
         if not isinstance(built, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError.of("build()", type(built).__name__, "a torch module")
+        if any(is_lazy(p) for p in (*built.parameters(), *built.buffers())):
+            raise InputError("build() has lazy parameters; give all sizes where it is built")
         return built
 
     def train_stage(
@@ -101,7 +106,13 @@ class Plan:
                     self._train(model, data, seed)
         if hash_weights(_list_frozen(model)) != frozen:
             raise UnlearningError("a frozen parameter changed in training; it must stay as built")
-        found = list_own(model)
+        return list_own(model)
+
+    def train_finite(
+        self, before: Tensors | None, data: Examples, shard: int, stage: int
+    ) -> Tensors:
+        """:meth:`train_stage`, refused where a number is not finite."""
+        found = self.train_stage(before, data, shard, stage)
         for name, tensor in found.items():
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
                 raise UnlearningError(
@@ -112,7 +123,12 @@ class Plan:
 
     def _train(self, model: nn.Module, data: Examples, seed: int) -> None:
         if self.function is not None:
-            self.function(model, data, seed)
+            returned = self.function(model, data, seed)
+            if returned is not None and returned is not model:
+                raise InputError(
+                    f"train() returned a {type(returned).__name__}; it must train the model it is "
+                    "given, and return nothing"
+                )
             return
         s = cast(Settings, self.settings)
         passes = 2 * s.epochs / (self.assignment.slices + 1)
@@ -165,8 +181,14 @@ def _exactly(deterministic: bool) -> Generator[None]:
     torch.use_deterministic_algorithms(deterministic)
     try:
         yield
+        exact = torch.are_deterministic_algorithms_enabled() or not deterministic
+        if torch.get_num_threads() != 1 or not exact:
+            raise UnlearningError(
+                "the training changed the number of threads or the use of deterministic "
+                "arithmetic; leave both as they are"
+            )
     except RuntimeError as error:
-        if "deterministic" not in str(error):
+        if isinstance(error, ExpungeError) or "deterministic" not in str(error):
             raise
         raise InputError(
             f"training is not deterministic ({str(error).splitlines()[0][:120]}); use another "
@@ -177,37 +199,25 @@ def _exactly(deterministic: bool) -> Generator[None]:
         torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
-def find_fixed(plan: Plan) -> tuple[str, ...]:
-    """The tensors of ``build()`` that its seed does not draw: public, or not explained.
+def find_behaviour(plan: Plan, like: Examples) -> str:
+    """The hash of what a training makes of public noise of the shape of ``like``.
 
-    Constants (zeros, ones) are no information. Whatever else is the same, or correlated, under two
-    seeds was there before: weights of an earlier training, or a table.
+    It tells code apart that has the same name. What build or training keep from the first call to
+    later ones (a cache of constants) is noise then, and not somebody's data: so this is the first
+    thing they are called with in every process that trains. Refused if either is not a function of
+    its arguments.
     """
-    one, two = list_every(plan.make(0)), list_every(plan.make(plan.assignment.shards))
-    if one.keys() != two.keys():
-        raise InputError("build() gives another network under another seed; it must not")
-    return tuple(name for name in one if _is_fixed(one[name], two[name]))
-
-
-def _is_fixed(one: Tensor, two: Tensor) -> bool:
-    if one.shape != two.shape or one.numel() == 0:
-        return False
-    x, y = one.double().flatten(), two.double().flatten()
-    if bool((x == x[0]).all()) and bool((x == y).all()):
-        return False
-    if bool((x == y).all()):
-        return True
-    if x.numel() < 64:
-        return False
-    x, y = x - x.mean(), y - y.mean()
-    return abs(float(x @ y)) > _SAME * float(x.norm() * y.norm())
-
-
-def check_plan(plan: Plan, data: Examples) -> None:
-    """Refuse a build or a training that is not a function of its arguments, on a few examples."""
-    few = data.take(range(min(len(data), _SELF_TEST_ROWS)))
+    few = _draw_like(like)
     first = hash_weights(list_every(plan.make(0)))
-    once = hash_weights(plan.train_stage(None, few, 0, 1))
+    try:
+        once = hash_weights(plan.train_stage(None, few, 0, 1))
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+        if isinstance(error, ExpungeError):
+            raise
+        raise InputError(
+            f"training fails on {_PROBE} rows of public noise of the shape of the examples, with "
+            f"targets of zero, which tests it ({type(error).__name__}: {error})"
+        ) from error
     if hash_weights(list_every(plan.make(0))) != first:
         raise InputError(
             "build() gives other weights when it is called again under the same seed; it must "
@@ -218,6 +228,28 @@ def check_plan(plan: Plan, data: Examples) -> None:
             "training gives other weights when it is run again with the same seed; draw from the "
             "seed only, or pass deterministic=False"
         )
+    if not plan.deterministic:
+        return ""
+    _TESTED[once] = os.getpid()
+    return once
+
+
+def _draw_like(like: Examples) -> Examples:
+    inputs = make_probe(like.inputs, _PROBE)
+    targets = torch.zeros((_PROBE, *like.targets.shape[1:]), dtype=like.targets.dtype)
+    names = torch.zeros((_PROBE, like.names.shape[1]), dtype=torch.uint8)
+    return Examples(names, inputs, targets)
+
+
+def _check_behaviour(plan: Plan, expected: str, like: Examples) -> None:
+    """In a process that has not yet tested this training: it is the one it is said to be."""
+    if expected and _TESTED.get(expected) != os.getpid():
+        found = find_behaviour(plan, like)
+        if found != expected:
+            raise UnlearningError(
+                "training behaves differently in another process; what it needs must be the same "
+                "wherever it runs"
+            )
 
 
 def measure_work(sizes: Sequence[Sequence[int]], touched: Mapping[int, int]) -> float:
@@ -269,55 +301,6 @@ def read_checkpoint(path: Path, lineage: str) -> Tensors | None:
     return found if hash_weights(found) == told.get("hash") else None
 
 
-@dataclass(frozen=True)
-class Held:
-    """One slice: the SHA-256 of its file, and how many examples it holds."""
-
-    digest: bytes
-    samples: int
-
-
-_EMPTY = Held(hashlib.sha256(b"").digest(), 0)
-
-
-@dataclass(frozen=True)
-class Folder:
-    """Where the slices and checkpoints of an ensemble lie."""
-
-    path: Path
-
-    def slice_name(self, shard: int, part: int) -> str:
-        return f"rows/{shard:03x}-{part:03x}"
-
-    def checkpoint_name(self, shard: int, part: int) -> str:
-        return f"checkpoints/{shard:03x}-{part:03x}"
-
-    def read_slice(self, shard: int, part: int) -> Examples | None:
-        """The examples of a slice; None for an empty one."""
-        file = self.path / self.slice_name(shard, part)
-        return Examples.from_bytes(file.read_bytes()) if file.exists() else None
-
-    def read_slices(self, shard: int, stages: int) -> Examples:
-        """The examples of the first slices of a shard, one after the other."""
-        parts = [self.read_slice(shard, part) for part in range(stages)]
-        return join(part for part in parts if part is not None)
-
-    def scan(self, shard: int, part: int) -> Held:
-        """What a slice holds; its file is read again only if it is another one."""
-        file = self.path / self.slice_name(shard, part)
-        try:
-            found = file.stat()
-        except FileNotFoundError:
-            return _EMPTY
-        return _scan(file, found.st_ino, found.st_mtime_ns, found.st_size)
-
-
-@functools.lru_cache(maxsize=65_536)
-def _scan(file: Path, inode: int, changed: int, size: int) -> Held:
-    raw = file.read_bytes()
-    return Held(hashlib.sha256(raw).digest(), len(Examples.from_bytes(raw)))
-
-
 def train_constituent(
     plan: Plan, settings: Mapping[str, Any], folder: Folder, shard: int
 ) -> tuple[int, int]:
@@ -326,7 +309,7 @@ def train_constituent(
     Returns (the first stage that was trained, or 0; examples that went through training).
     """
     slices = plan.assignment.slices
-    held = [folder.scan(shard, part) for part in range(slices)]
+    held = [folder.scan(plan.assignment, shard, part) for part in range(slices)]
     if not any(one.samples for one in held):
         return 0, 0
     lineages = list_lineages(settings, shard, (one.digest for one in held))
@@ -334,7 +317,8 @@ def train_constituent(
     seen = 0
     for stage in range(valid + 1, slices + 1):
         data = folder.read_slices(shard, stage)
-        tensors = plan.train_stage(tensors, data, shard, stage)
+        _check_behaviour(plan, settings.get("behaviour", ""), data)
+        tensors = plan.train_finite(tensors, data, shard, stage)
         seen += len(data)
         path = folder.path / folder.checkpoint_name(shard, stage - 1)
         write_checkpoint(path, tensors, lineages[stage - 1])

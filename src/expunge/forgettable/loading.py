@@ -15,9 +15,10 @@ from expunge.forgettable.averaging import Combination, Ensemble
 from expunge.forgettable.constituents import Build
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
+from expunge.forgettable.folders import read_shards_meta
 from expunge.forgettable.memory import read_meta
 from expunge.forgettable.released import HeadModel
-from expunge.forgettable.shards import Shards, read_shards_meta
+from expunge.forgettable.shards import Shards
 from expunge.forgettable.statistics import StatisticsHead
 from expunge.forgettable.tangent import TangentFeatures
 from expunge.processes.weights import hash_weights
@@ -70,7 +71,7 @@ def load(
 
 
 def _load_shards(folder: Path, build: Build, functions: dict[str, Any]) -> Shards:
-    settings = read_shards_meta(folder / "meta.json")
+    settings = read_shards_meta(folder / "meta.json")["settings"]
     training: dict[str, Any] = settings["training"]
     known = {"epochs", "learning_rate", "batch_size", "weight_decay", "momentum", "schedule"}
     given = {name: training[name] for name in known & training.keys()}

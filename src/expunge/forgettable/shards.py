@@ -16,20 +16,17 @@ import shutil
 import tempfile
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from pickle import PicklingError
-from typing import Any, Unpack, cast
-
-import torch
-from torch import Tensor
-from torch.nn.functional import kl_div, log_softmax
+from typing import Any, Unpack
 
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.identifiers import commit, read_ids
@@ -43,7 +40,6 @@ from expunge.certificates.record import (
     list_versions,
 )
 from expunge.errors import (
-    CertificateError,
     InputError,
     RunError,
     UnlearningError,
@@ -53,13 +49,10 @@ from expunge.forgettable.averaging import COMBINATIONS, Combination, Ensemble
 from expunge.forgettable.constituents import (
     FEWEST,
     Build,
-    Folder,
-    Held,
     Plan,
     Tensors,
     Train,
-    check_plan,
-    find_fixed,
+    find_behaviour,
     list_every,
     list_lineages,
     list_own,
@@ -67,8 +60,9 @@ from expunge.forgettable.constituents import (
     read_checkpoint,
     train_constituent,
 )
+from expunge.forgettable.distilling import train_student
+from expunge.forgettable.folders import FORMAT, Folder, Held, read_shards_meta
 from expunge.forgettable.slices import (
-    NAME_BYTES,
     Assignment,
     Examples,
     add,
@@ -77,17 +71,17 @@ from expunge.forgettable.slices import (
     remove,
     split,
 )
+from expunge.forgettable.starts import find_public
 from expunge.forgettable.store import create_folder, hold, write_together
-from expunge.noisy.model import Public, is_source, match_public, read_source
+from expunge.noisy.model import Public
 from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
 from expunge.recipes import Execution, ShardedTraining
 from expunge.training.losses import check_loss
 from expunge.training.settings import Options, Settings, SharedOptions, spell_out
-from expunge.training.train import check_trained, describe_training
-from expunge.training.train import train as train_network
+from expunge.training.train import describe_training
 
-FORMAT = "expunge-shards-1"
+MOST_RELEASES = 100
 Workers = Callable[[Plan, Mapping[str, Any], Folder, Sequence[int]], Sequence[tuple[int, int]]]
 
 
@@ -160,6 +154,7 @@ class Shards:
         self._folder = Folder(Path(state))
         self._fixed: PublicTensors | None = None
         self._settings: dict[str, Any] = {}
+        self._behaviour = ""
         self.trained: dict[int, tuple[int, int]] = {}
         if (self._folder.path / "meta.json").exists():
             with self._holding(writing=False):
@@ -187,12 +182,14 @@ class Shards:
         repeating a call that was cut short counts nothing twice.
         """
         names = list(read_ids(ids))
-        examples = read_examples(self.plan.assignment, data, names)
-        if len(examples) == 0:
+        if not names and len(data[0] if isinstance(data, tuple | list) else data) == 0:
             return 0
+        examples = read_examples(self.plan.assignment, data, names)
         with self._holding(writing=True):
             if not self._settings:
                 self._create(examples)
+            if not self._behaviour:
+                self._behaviour = find_behaviour(self.plan, examples)
             files, new = dict[str, bytes](), 0
             for place, part in split(self.plan.assignment, examples).items():
                 held = self._folder.read_slice(*place)
@@ -202,57 +199,72 @@ class Shards:
                     files |= self._replace(place, joined.to_bytes())
                     new += gained
             self._check_shapes(examples)
-            back = self._read_forgotten() & set(examples.read_names())
+            known = self._folder.read_forgotten()
+            back = known & set(examples.read_names())
             if back:
                 warnings.warn(
                     f"{len(back)} of these identifiers were forgotten before and are learned again",
                     stacklevel=2,
                 )
-                files |= self._mark(self._read_forgotten() - back)
+                files |= self._folder.mark(known - back, {})
             if files:
                 write_together(self._folder.path, files)
             self._train()
         return new
 
-    def forget(self, ids: Iterable[object]) -> Run:
-        """Remove every example of these identifiers, retrain what held them, release the rest."""
+    def forget(self, ids: Iterable[object], *, since: Certificate | None = None) -> Run:
+        """Remove every example of these identifiers, retrain what held them, release the rest.
+
+        ``since`` is the certificate of the release that the next one will be chained to, if that is
+        not the last one: what was trained again is told against it.
+        """
         names = tuple(dict.fromkeys(read_ids(ids)))
         if not names:
             raise InputError("ids is empty; name at least one identifier to forget")
         with self._holding(writing=True):
+            if not self._settings:
+                raise InputError(f"ids holds {names[0]!r}, and nothing was learned yet")
             files, samples, held = self._plan_removal(names)
-            marks = self._read_forgotten()
+            marks = self._folder.read_forgotten()
             wanted = {self.plan.assignment.name(name): name for name in names}
-            unknown = [wanted[mark] for mark in wanted if mark not in held | marks]
+            unknown = [wanted[mark] for mark in wanted if mark not in held.keys() | marks]
             if unknown:
                 more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
                 raise InputError(f"ids holds {unknown[0]!r}{more}, which was never learned")
             if len(held) < len(names):
                 before = len(names) - len(held)
                 warnings.warn(f"already forgotten: {before} of {len(names)}", stacklevel=2)
+            self._find_release(since)
             left = [a - b for a, b in zip(self.count_samples(), samples, strict=True)]
             if max(left) < FEWEST:
                 raise UnlearningError(
                     "no shard would hold two examples or more; there would be nothing to release"
                 )
             if files:
-                write_together(self._folder.path, files | self._mark(marks | held))
+                write_together(
+                    self._folder.path, files | self._folder.mark(marks | held.keys(), held)
+                )
             self._train()
-            return self._release(names, sum(samples))
+            counts = self._folder.read_counts()
+            gone = sum(counts.get(mark.hex(), 0) for mark in wanted)
+            return self._release(names, gone, since)
 
-    def release(self) -> Run:
-        """The ensemble of everything that is held now."""
+    def release(self, *, since: Certificate | None = None) -> Run:
+        """The ensemble of everything that is held now; ``since`` as in :meth:`forget`."""
         with self._holding(writing=True):
             if not self._settings or max(self.count_samples()) < FEWEST:
                 raise UnlearningError(
                     "no shard holds two examples or more; there is nothing to release"
                 )
+            self._find_release(since)
             self._train()
-            return self._release((), 0)
+            return self._release((), 0, since)
 
     def digest(self) -> str:
         """SHA-256 of settings and held examples: the same on every machine."""
-        lineages = [self._list_lineages(k)[-1] for k in range(self.plan.assignment.shards)]
+        shards = range(self.plan.assignment.shards)
+        digests = ((held.digest for held in self._scan(shard)) for shard in shards)
+        lineages = [list_lineages(self._settings, *found)[-1] for found in enumerate(digests)]
         return sha256("".join(lineages).encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -272,7 +284,7 @@ class Shards:
         tensors: Tensors | None = None
         for stage in range(1, self.plan.assignment.slices + 1):
             data = self._folder.read_slices(shard, stage)
-            tensors = self.plan.train_stage(tensors, data, shard, stage)
+            tensors = self.plan.train_finite(tensors, data, shard, stage)
         return hash_weights(tensors or {})
 
     def measure(self, ids: Iterable[object]) -> float:
@@ -287,8 +299,21 @@ class Shards:
         told = certificate.shards
         if told is None:
             raise InputError("this certificate is not of shards; it has no constituents")
+        if not self.plan.deterministic:
+            raise InputError("this training is not deterministic; its bits cannot be had again")
         with self._holding(writing=False):
-            found = [] if told.digest == self.digest() else ["other examples or settings are held"]
+            ours = self._tell(self._hash_constituents(), ())
+            told_plain = told.model_dump() | {"trained_from": (), "distilled": False}
+            found = [
+                f"shards.{name} is {told_plain[name]!r}, not {value!r}"
+                for name, value in asdict(ours).items()
+                if told_plain[name] != value
+            ]
+            if told.digest != ours.digest:
+                found = ["other examples or settings are held"]
+            recipe = ShardedTraining(self.plan.assignment.shards, self.plan.assignment.slices)
+            if certificate.method != recipe:
+                found.append(f"recipe is {certificate.method}, not {recipe}")
             for shard, expected in enumerate(told.hashes):
                 touched = not told.trained_from or told.trained_from[shard] > 0
                 if not found and touched and told.samples[shard] >= FEWEST:
@@ -317,36 +342,37 @@ class Shards:
         with self._holding(writing=False):
             if sharding.digest != self.digest():
                 raise InputError("the examples held now are not those of this run; release again")
+            if sharding.hashes != self._hash_constituents():
+                raise InputError("run.model is not the ensemble of this state; release again")
             slices, shards = self.plan.assignment.slices, range(self.plan.assignment.shards)
             held = join(self._folder.read_slices(shard, slices) for shard in shards)
-        prepare = options.get("prepare")
-        with torch.no_grad():
-            batches = (held.inputs if prepare is None else prepare(held.inputs)).split(1024)
-            answers = torch.cat([log_softmax(run.model(x), dim=-1) for x in batches])
         student = self.plan.make(self.plan.assignment.shards)
-        given: dict[str, Any] = dict(options) | {"loss_fn": _diverge, "compile": False}
-        log = train_network(student, replace(held, targets=answers), **given)
-        check_trained(student, log, "distillation")
-        after = hash_weights(list_tensors(student))
+        log = train_student(student, run.model, held, options)
         record = replace(
             run.record,
+            parameters=sum(tensor.numel() for tensor in list_tensors(student).values()),
             finetune=describe_training(log, None, True),
-            weights_after=after,
+            weights_after=hash_weights(list_tensors(student)),
             shards=replace(sharding, distilled=True),
         )
         return Run(student.eval(), record, run.forgotten)
 
     def _scan(self, shard: int) -> list[Held]:
-        return [self._folder.scan(shard, part) for part in range(self.plan.assignment.slices)]
+        assignment = self.plan.assignment
+        return [self._folder.scan(assignment, shard, k) for k in range(assignment.slices)]
 
     def _list_lineages(self, shard: int) -> list[str]:
-        return list_lineages(self._settings, shard, (held.digest for held in self._scan(shard)))
+        """Those of checkpoints, which are also a function of what training does."""
+        digests = (held.digest for held in self._scan(shard))
+        return list_lineages(self._settings | {"behaviour": self._behaviour}, shard, digests)
 
-    def _plan_removal(self, names: Sequence[str]) -> tuple[dict[str, bytes], list[int], set[bytes]]:
-        """(files as they will be, examples that leave each shard, names that are held)."""
+    def _plan_removal(
+        self, names: Sequence[str]
+    ) -> tuple[dict[str, bytes], list[int], Counter[bytes]]:
+        """(files as they will be, examples that leave each shard, examples of each name)."""
         assignment, files = self.plan.assignment, dict[str, bytes]()
         wanted = {assignment.name(name) for name in names}
-        samples, held = [0] * assignment.shards, set[bytes]()
+        samples, held = [0] * assignment.shards, Counter[bytes]()
         for place in sorted({assignment.find_place(name) for name in wanted}):
             before = self._folder.read_slice(*place)
             if before is None:
@@ -355,7 +381,7 @@ class Shards:
             if found:
                 after = remove(before, found)
                 samples[place[0]] += len(before) - len(after)
-                held |= found
+                held.update(name for name in before.read_names() if name in found)
                 files |= self._replace(place, after.to_bytes())
         return files, samples, held
 
@@ -369,20 +395,9 @@ class Shards:
 
     def _check_shapes(self, examples: Examples) -> None:
         """New examples are like those of every other slice."""
-        for shard in range(self.plan.assignment.shards):
-            for part in range(self.plan.assignment.slices):
-                held = self._folder.read_slice(shard, part)
-                if held is not None:
-                    add(held.take([0]), examples.take([0]))
-                    return
-
-    def _read_forgotten(self) -> set[bytes]:
-        file = self._folder.path / "forgotten"
-        marks = file.read_bytes() if file.exists() else b""
-        return {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
-
-    def _mark(self, marks: set[bytes]) -> dict[str, bytes]:
-        return {"forgotten": b"".join(sorted(marks))}
+        held = self._folder.find_example(self.plan.assignment)
+        if held is not None:
+            add(held, examples.take([0]))
 
     @contextmanager
     def _holding(self, *, writing: bool) -> Generator[None]:
@@ -396,24 +411,37 @@ class Shards:
 
     def _create(self, examples: Examples) -> None:
         """Check that the plan is a function of its arguments, then write what it is."""
-        self._fixed = self._find_public()
-        check_plan(self.plan, examples)
+        self._fixed = find_public(self.plan, self.public)
+        self._behaviour = find_behaviour(self.plan, examples)
         create_folder(self._folder.path)
         settings = self._describe()
-        meta = {"format": FORMAT, "settings": settings}
-        text = json.dumps(meta, indent=1, sort_keys=True).encode()
-        write_together(self._folder.path, {"meta.json": text})
+        write_together(self._folder.path, {"meta.json": self._write_meta(settings)})
         (self._folder.path / "checkpoints").mkdir(exist_ok=True)
         self._settings = settings
 
+    def _write_meta(self, settings: Mapping[str, Any]) -> bytes:
+        meta = {"format": FORMAT, "settings": settings, "behaviour": self._behaviour}
+        return json.dumps(meta, indent=1, sort_keys=True).encode()
+
     def _open(self, file: Path) -> None:
-        held = read_shards_meta(file)
-        self._fixed = self._find_public()
+        meta = read_shards_meta(file)
+        held: dict[str, Any] = meta["settings"]
+        self._fixed = find_public(self.plan, self.public)
         ours = self._describe()
         for name, value in sorted(held.items(), key=lambda item: item[0] == "build"):
             if ours.get(name) != value:
                 raise InputError.of(name, ours.get(name), f"{value!r}, as in {file.parent}")
         (self._folder.path / "checkpoints").mkdir(exist_ok=True)
+        self._folder.check_files(self.plan.assignment)
+        like = self._folder.find_example(self.plan.assignment)
+        if like is not None:
+            self._behaviour = find_behaviour(self.plan, like)
+            if self._behaviour != meta.get("behaviour"):
+                warnings.warn(
+                    "training behaves differently than when this state was made (other code or "
+                    "versions): everything is trained again",
+                    stacklevel=2,
+                )
         self._settings = ours
 
     def _describe(self) -> dict[str, Any]:
@@ -428,40 +456,10 @@ class Shards:
             "build": hash_weights(list_every(self.plan.make(0))),
         }
 
-    def _find_public(self) -> PublicTensors | None:
-        """The tensors that the seed does not draw, which must be public; refused by name."""
-        model = self.plan.make(0)
-        fixed = find_fixed(self.plan)
-        frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
-        names = tuple(dict.fromkeys([*fixed, *frozen]))
-        if not names:
-            return None
-        every, covered = list_every(model), set[str]()
-        if self.public is not None:
-            covered = set(names) if is_source(self.public) else match_public(every, self.public)
-        missing = [name for name in names if name not in covered]
-        if missing:
-            raise InputError(
-                f"build() does not draw {', '.join(missing[:5])} from its seed, so the old model "
-                "could be in there; pass public= (a state_dict, module or file to compare with, or "
-                "names and patterns that you declare public)"
-            )
-        source, compared = "declared public by the operator", False
-        if self.public is not None and is_source(self.public):
-            given, source = read_source(cast(Any, self.public))
-            compared = True
-            for name in names:
-                if name not in given or not _has_same_bits(given[name], every[name]):
-                    raise InputError(
-                        f"{name} of build() is not that of the public tensors ({source}); what the "
-                        "seed does not draw must be public bit for bit"
-                    )
-        return PublicTensors(names, compared, source, hash_weights({n: every[n] for n in names}))
-
     def _train(self) -> None:
         """Make every checkpoint that is missing or stale."""
         shards = range(self.plan.assignment.shards)
-        call = (self.plan, self._settings, self._folder)
+        call = (self.plan, self._settings | {"behaviour": self._behaviour}, self._folder)
         try:
             if callable(self.workers):
                 found = self.workers(*call, shards)
@@ -485,28 +483,62 @@ class Shards:
             ) from None
         self.trained = {shard: told for shard, told in enumerate(found) if told[0]}
 
-    def _release(self, names: tuple[str, ...], samples: int) -> Run:
-        assignment, file = self.plan.assignment, self._folder.path / "released"
-        before = json.loads(file.read_bytes()) if file.exists() else None
-        counts, lineages = self.count_samples(), list[list[str]]()
-        constituents = dict[int, Tensors]()
-        for shard in range(assignment.shards):
-            lineages.append(self._list_lineages(shard))
-            path = self._folder.path / self._folder.checkpoint_name(shard, assignment.slices - 1)
-            used = counts[shard] >= FEWEST
-            found = read_checkpoint(path, lineages[-1][-1]) if used else None
-            if used and found is None:
-                raise UnlearningError(f"the checkpoint {path} is not what training wrote")
-            if found is not None:
-                constituents[shard] = found
+    def _read_constituents(self) -> dict[int, Tensors]:
+        """The tensors of every shard that holds examples enough."""
+        found, last = dict[int, Tensors](), self.plan.assignment.slices - 1
+        for shard, samples in enumerate(self.count_samples()):
+            path = self._folder.path / self._folder.checkpoint_name(shard, last)
+            if samples < FEWEST:
+                continue
+            tensors = read_checkpoint(path, self._list_lineages(shard)[-1])
+            if tensors is None:
+                raise UnlearningError(f"{path} is not what training wrote; release again")
+            found[shard] = tensors
+        return found
+
+    def _hash_constituents(self, found: Mapping[int, Tensors] | None = None) -> tuple[str, ...]:
+        held = self._read_constituents() if found is None else found
+        return tuple(hash_weights(held.get(k, {})) for k in range(self.plan.assignment.shards))
+
+    def _tell(self, hashes: tuple[str, ...], trained_from: tuple[int, ...]) -> Sharding:
+        return Sharding(
+            seed=self.plan.assignment.seed,
+            combination=self.combination,
+            training=self.plan.describe(),
+            deterministic=self.plan.deterministic,
+            build=self._settings["build"],
+            samples=self.count_samples(),
+            hashes=hashes,
+            trained_from=trained_from,
+            digest=self.digest(),
+        )
+
+    def _find_release(self, since: Certificate | None) -> dict[str, Any] | None:
+        """The release of a certificate; without one, the last."""
+        known = self._folder.list_releases()
+        if since is None:
+            return known[-1] if known else None
+        found = [one for one in known if one["weights"] == since.weights.noisy]
+        if not found:
+            raise InputError.of("since", since.weights.after, "a release of this state")
+        return found[-1]
+
+    def _release(self, names: tuple[str, ...], samples: int, since: Certificate | None) -> Run:
+        assignment, before = self.plan.assignment, self._find_release(since)
+        constituents = self._read_constituents()
+        lineages = [self._list_lineages(k) for k in range(assignment.shards)]
         model = Ensemble(self.plan.make(0), constituents, self.combination)
         after = hash_weights(list_tensors(model))
         first = tuple(
             _find_first(None if before is None else before["lineages"][k], lineages[k])
             for k in range(assignment.shards)
         )
-        told = {"lineages": lineages, "weights": after}
-        write_together(self._folder.path, {"released": json.dumps(told).encode()})
+        told = [*self._folder.list_releases(), {"lineages": lineages, "weights": after}][
+            -MOST_RELEASES:
+        ]
+        meta = {"meta.json": self._write_meta(self._settings)}
+        write_together(self._folder.path, meta | {"released": json.dumps(told).encode()})
+        started = before["weights"] if before else hash_weights(list_own(model.template))
         record = RunRecord(
             recipe=ShardedTraining(shards=assignment.shards, slices=assignment.slices),
             parameters=sum(t.numel() for part in constituents.values() for t in part.values()),
@@ -516,7 +548,7 @@ class Shards:
             noise_keys=0,
             trace=Trace(),
             gradient_evaluations=0,
-            weights_before=before["weights"] if before else hash_weights(list_own(model.template)),
+            weights_before=started if since is None else since.weights.after,
             weights_noisy=after,
             weights_after=after,
             device="cpu",
@@ -527,31 +559,10 @@ class Shards:
             initialisation=f"build() under the public string {assignment.seed!r}",
             checked=True,
             public=self._fixed,
-            shards=Sharding(
-                seed=assignment.seed,
-                combination=self.combination,
-                training=self.plan.describe(),
-                deterministic=self.plan.deterministic,
-                build=self._settings["build"],
-                samples=counts,
-                hashes=tuple(hash_weights(constituents.get(k, {})) for k in range(len(counts))),
-                trained_from=first,
-                digest=self.digest(),
-            ),
+            shards=self._tell(self._hash_constituents(constituents), first),
             versions=list_versions(),
         )
         return Run(model.eval(), record, frozenset(names))
-
-
-def read_shards_meta(file: Path) -> dict[str, Any]:
-    """The settings that a state folder was made with."""
-    try:
-        meta = json.loads(file.read_text())
-    except (OSError, ValueError):
-        raise InputError.of("state", str(file.parent), "a folder that Shards wrote") from None
-    if not isinstance(meta, dict) or cast(dict[str, Any], meta).get("format") != FORMAT:
-        raise CertificateError(f"{file.parent} is not a state of {FORMAT!r}")
-    return cast(dict[str, Any], meta)["settings"]
 
 
 def _read_options(train: Train | None, options: Mapping[str, Any]) -> Settings | None:
@@ -573,10 +584,6 @@ def _read_options(train: Train | None, options: Mapping[str, Any]) -> Settings |
     return Settings(**given)
 
 
-def _has_same_bits(one: Tensor, two: Tensor) -> bool:
-    return hash_weights({"": one.detach()}) == hash_weights({"": two})
-
-
 def _find_first(before: list[str] | None, now: list[str]) -> int:
     """The first slice, from 1, that is not as in the release before; 0 if all are."""
     if before is None:
@@ -584,11 +591,6 @@ def _find_first(before: list[str] | None, now: list[str]) -> int:
     return next(
         (j + 1 for j, (one, two) in enumerate(zip(before, now, strict=True)) if one != two), 0
     )
-
-
-def _diverge(scores: Tensor, answers: Tensor) -> Tensor:
-    """KL(ensemble ‖ student), averaged over examples."""
-    return kl_div(log_softmax(scores, dim=-1), answers, reduction="batchmean", log_target=True)
 
 
 def _name_dtype(constituents: Mapping[int, Tensors]) -> str:

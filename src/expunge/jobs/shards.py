@@ -20,13 +20,13 @@ from expunge.certificates.identifiers import read_ids
 from expunge.errors import ExpungeError, InputError, RunError, describe_error
 from expunge.files import write_atomic
 from expunge.forgettable.constituents import (
-    Folder,
     Plan,
     list_lineages,
     read_checkpoint,
     train_constituent,
 )
-from expunge.forgettable.shards import FORMAT, Shards, Workers
+from expunge.forgettable.folders import FORMAT, Folder
+from expunge.forgettable.shards import Shards, Workers
 from expunge.forgettable.slices import NAME_BYTES
 from expunge.forgettable.store import holds_store
 from expunge.jobs.jobfile import HeadJobFile, read_head_job
@@ -172,7 +172,7 @@ def train_on_ray(
     slices, found = range(plan.assignment.slices), dict[int, tuple[int, int]]()
     touched = list[int]()
     for shard in shards:
-        digests = [folder.scan(shard, part).digest for part in slices]
+        digests = [folder.scan(plan.assignment, shard, part).digest for part in slices]
         last = folder.path / folder.checkpoint_name(shard, slices[-1])
         if read_checkpoint(last, list_lineages(settings, shard, digests)[-1]) is None:
             touched.append(shard)
