@@ -29,8 +29,12 @@ else:
 _LATER = ContextVar("_LATER", default=False)
 
 
-def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -> None:
+def write_atomic(
+    path: str | Path, data: bytes | Iterable[bytes | memoryview], *, private: bool = False
+) -> None:
     """Write ``data`` to ``path``: a temporary file beside it, fsync, then one rename.
+
+    What is ``private`` only its owner may read.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -43,7 +47,7 @@ def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -
         raise InputError.of("path", str(target), "inside a folder that exists")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with temporary.open("xb") as file:
+        with open(temporary, "xb", opener=_open_private if private else None) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
             if not _LATER.get():
@@ -54,6 +58,10 @@ def write_atomic(path: str | Path, data: bytes | Iterable[bytes | memoryview]) -
         raise
     if not _LATER.get():
         _sync_folder(target.parent)
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 @contextmanager

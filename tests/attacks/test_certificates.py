@@ -2,12 +2,15 @@
 
 import json
 import os
+import warnings
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import rfc8785
 
+import expunge
 from expunge.certificates.certificate import Certificate, certify, derive, parse
 from expunge.certificates.hashing import INDEX, hash_weights, write_safetensors
 from expunge.certificates.identifiers import commit, commit_disjoint
@@ -377,3 +380,112 @@ def test_identifiers_that_differ_only_in_what_nobody_sees(name) -> None:
 def test_an_identifier_of_five_thousand_digits() -> None:
     with pytest.raises(InputError, match=r"2\*\*63"):
         commit_disjoint([10**5000], ["p1"])
+
+
+@pytest.mark.parametrize(
+    "character",
+    "\u00ad\u034f\u061c\u115f\u1160\u17b4\u180b\u180f\u200f\u2060\u206f\u3164\ufe00\ufe0f\uffa0\ufff0"
+    "\U0001bca0\U0001d173\U000e0001\U000e0061\U000e0fff",
+)
+def test_identifiers_with_characters_that_nobody_is_shown(character) -> None:
+    with pytest.raises(InputError, match="visible text"):
+        commit([f"p{character}1"])
+
+
+# --- heads built to forget
+
+
+@pytest.fixture
+def head_runs():
+    """Solved from zero, noisy, noisy again for people who are gone already; and of exact sums."""
+    rng = np.random.default_rng(0)
+    x, y, ids = rng.normal(size=(60, 5)), np.arange(60) % 3, [f"p{i}" for i in range(60)]
+    ridge = expunge.StatisticsHead(expunge.Features(), classes=3)
+    convex = expunge.ConvexHead(expunge.Features(), classes=3, weight_decay=1e-3)
+    for head in (ridge, convex):
+        head.learn((x, y), ids=ids)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="already forgotten")
+        return {
+            "exact": ridge.forget(["p0"]),
+            "exact again": ridge.forget(["p0"]),
+            "zero": convex.forget(["p0"]),
+            "noisy": convex.forget(["p1"], epsilon=1.0, delta=1e-5),
+            "noisy again": convex.forget(["p1"], epsilon=1.0, delta=1e-5),
+        }
+
+
+def test_a_request_about_people_who_are_gone_already(head_runs, tmp_path) -> None:
+    for name in ("exact again", "noisy again"):
+        run = head_runs[name]
+        assert run.record.forget.samples == 0
+        certificate = certify(run.record, delta=1e-5)
+        folder = tmp_path / name
+        expunge.write_run(folder, model=run.model, record=run.record, certificate=certificate)
+        read = RunRecord.load(folder / "record.json")
+        assert read.forget == run.record.forget
+        verify(folder / "certificate.json", record=folder / "record.json")
+        for file in ("record.json", "report.html"):
+            assert (folder / file).stat().st_mode & 0o077 == 0
+
+
+def test_delta_is_compared_with_all_rows_of_a_head(head_runs) -> None:
+    record = head_runs["noisy"].record
+    assert certify(record, delta=1e-5).releasable
+    above = certify(record, delta=1 / 58.5)
+    assert "delta is above 1/59, one over" in " ".join(above.warnings)
+    assert not above.releasable
+
+
+def test_what_voids_a_noisy_head(head_runs) -> None:
+    found = {name: certify(run.record, delta=1e-5) for name, run in head_runs.items()}
+    copied = "more noisy releases were made from one start (a copied state) than are counted here"
+    assert [copied in found[name].scope.void_if for name in ("exact", "zero", "noisy")] == [
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "value"),
+    [
+        ("head", "note", "p0 was a patient"),
+        ("head", "loss", "p0"),
+        ("head", "regularisation", "p0"),
+        ("features", "note", "p0"),
+        ("features", "evaluation", "by magic"),
+        ("features", "format", "p0"),
+        ("features", "network", "p0"),
+        ("features", "code", None),
+    ],
+)
+def test_text_in_the_description_of_a_head(head_runs, part, key, value) -> None:
+    record, plain = head_runs["exact"].record, certify(head_runs["exact"].record, delta=1e-5)
+    told = dict(getattr(record.statistics, part)) | {key: value}
+    if value is None:
+        del told[key]
+    statistics = replace(record.statistics, **{part: told})
+    with pytest.raises((CertificateError, UnlearningError)):
+        certify(replace(record, statistics=statistics), delta=1e-5)
+    wire = plain.model_dump(mode="json")
+    wire["statistics"][part] = told
+    with pytest.raises(CertificateError):
+        parse(rfc8785.dumps(wire))
+
+
+@pytest.mark.parametrize(
+    ("name", "start"),
+    [("exact", "model"), ("zero", "model"), ("zero", "centre"), ("noisy", "fresh")],
+)
+def test_a_head_that_started_elsewhere(head_runs, name, start) -> None:
+    with pytest.raises(UnlearningError, match=f"start is '{start}'"):
+        certify(replace(head_runs[name].record, start=start), delta=1e-5)
+
+
+def test_a_ridge_beyond_all_noise() -> None:
+    head = expunge.ConvexHead(expunge.Features(), classes=3, weight_decay=1e300)
+    head.learn((np.eye(6), np.arange(6) % 3), ids=range(6))
+    with pytest.raises(InputError, match="weight_decay is 1e"):
+        head.forget([0], epsilon=1.0, delta=1e-5)
+    assert len(head) == 6

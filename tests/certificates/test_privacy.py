@@ -63,6 +63,11 @@ REASONS = {
 }  # fmt: skip
 
 
+FEATURES = {"format": "expunge-features-1", "network": None, "code": None, "bits": 8, "lift": 0,
+            "seed": "", "evaluation": "by construction"}  # fmt: skip
+HEAD = {"loss": "softmax", "outputs": 3, "classification": True}
+
+
 def list_fields(kind: type[Wire], at: str = "") -> set[str]:
     found = set()
     for name, info in kind.model_fields.items():
@@ -102,7 +107,7 @@ def test_passes_from_weights_that_saw_the_forgotten_are_not_published() -> None:
     recipe = ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=1e-3)
     noisy = {"finetune": None, "weights_noisy": make_record().weights_after, "grid": 2.0**-34,
              "execution": Execution(rounding=1e-8), "retain": None,
-             "statistics": Statistics({}, {}, 10, "1" * 64)}  # fmt: skip
+             "statistics": Statistics(FEATURES, HEAD, 10, "1" * 64)}  # fmt: skip
     one, other = (
         certify(make_record(recipe, gradient_evaluations=n, **noisy), delta=1e-5) for n in (99, 100)
     )

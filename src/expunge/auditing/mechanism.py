@@ -341,7 +341,7 @@ def audit_run(
         verdict = f"{found.verdict} The run does not hold: {'; '.join(problems)}."
         found = replace(found, contradicts=True, verdict=verdict)
     text = json.dumps(to_plain(found), ensure_ascii=False, allow_nan=False, indent=1)
-    write_atomic(folder / "audit.json", (text + "\n").encode())
+    write_atomic(folder / "audit.json", (text + "\n").encode(), private=True)
     return found
 
 

@@ -191,6 +191,8 @@ def _check_weights(record: RunRecord) -> list[str]:
 def check_start(recipe: Recipe, start: str) -> list[str]:
     """A sentence if the method cannot have started there."""
     trains = isinstance(recipe, GroupDPSGD | DescentRecipe)
+    if isinstance(recipe, HeadRecipe) and (start == "fresh") != is_exact(recipe):
+        return [f"start is {start!r}; a head is solved from zero ('fresh') or has noise ('model')"]
     if trains and start != "fresh":
         return [f"start is {start!r}; training begins at a 'fresh' one"]
     if start == "fresh" and not trains and not is_exact(recipe):

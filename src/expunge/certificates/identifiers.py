@@ -7,6 +7,7 @@ identifier may stand on many samples: sets are of distinct identifiers, samples 
 from __future__ import annotations
 
 import hashlib
+import re
 import secrets
 import unicodedata
 from collections.abc import Iterable
@@ -16,6 +17,12 @@ from typing import Any
 
 from expunge.errors import InputError
 
+# Default_Ignorable_Code_Point of Unicode: what a reader is shown nothing for.
+_IGNORABLE = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e"
+    "\u2060-\u206f\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 ALGORITHM = "sha256-salted-set-2"
 _WITHOUT_NFC = "sha256-salted-set-1"
 
@@ -99,8 +106,8 @@ def commit_disjoint(
 def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
     """Identifiers as text, whatever holds them: a list, an array, a tensor, a column.
 
-    What a person cannot see must not keep two identifiers apart: spaces at the ends, control and
-    format characters are refused, and so is the empty text.
+    What a person cannot see must not keep two identifiers apart: spaces at the ends, control,
+    format and ignorable characters are refused, and so is the empty text.
 
     >>> read_ids([7, "e\\u0301"]) == ("7", "\\u00e9")
     True
@@ -111,7 +118,8 @@ def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
     """
     names = tuple(unicodedata.normalize("NFC", _read_text(given)) for given in _list(ids))
     for name in names:
-        if not name or not name.isprintable() or name.strip() != name:
+        seen = name.isprintable() and name.strip() == name and not _IGNORABLE.search(name)
+        if not name or not seen:
             raise InputError.of("ids", name, "visible text without spaces at its ends")
     return names
 

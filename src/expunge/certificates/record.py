@@ -280,8 +280,8 @@ class RunRecord:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def save(self, path: str | Path) -> None:
-        """Write canonical JSON; the file is either complete or not there."""
-        write_atomic(path, self.to_bytes())
+        """Write canonical JSON for its owner alone; the file is either complete or not there."""
+        write_atomic(path, self.to_bytes(), private=True)
 
     @classmethod
     def load(cls, path: str | Path) -> RunRecord:
@@ -322,7 +322,7 @@ def encode(value: object) -> object:
             return encode(recipes.to_dict(cast(Recipe, value)))
         case _ if is_dataclass(value):
             given = {f.name: getattr(value, f.name) for f in fields(value)}
-            told = [k for k, v in given.items() if k not in _LATER or v not in (None, False)]
+            told = [k for k, v in given.items() if k not in _LATER or not (v is None or v is False)]
             return {name: encode(given[name]) for name in told}
         case _:
             raise InputError.of("value", value, "plain data: numbers, strings, lists, mappings")

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Union
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
+from typing_extensions import TypedDict
 
 from expunge.recipes import METHODS, Kind, Recipe, describe_fields
 
@@ -28,15 +29,14 @@ Steps = Real | tuple[Real, ...]
 ComparedTo = Literal["retrained", "centre"]
 
 
+_CLOSED = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
 class Wire(BaseModel):
     """What every part has in common: nothing unknown, nothing coerced, nothing changed later."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        json_schema_serialization_defaults_required=True,
+    model_config = _CLOSED | ConfigDict(
+        frozen=True, json_schema_serialization_defaults_required=True
     )
 
 
@@ -154,11 +154,37 @@ class DataWire(Wire):
     checked: bool = False
 
 
+class FeaturesWire(TypedDict):
+    """A public map to whole numbers; a tangent map has the last two keys too."""
+
+    __pydantic_config__ = _CLOSED
+    format: Literal["expunge-features-1"]
+    network: Digest | None
+    code: Digest | None
+    bits: Annotated[int, Field(ge=4, le=12)]
+    lift: Count
+    seed: str
+    evaluation: Literal["by construction", "tested"]
+    tangent: NotRequired[Positive]
+    parameters: NotRequired[str]
+
+
+class HeadWire(TypedDict):
+    """What was solved: a ridge regression has its regularisation, one of numbers their scale."""
+
+    __pydantic_config__ = _CLOSED
+    loss: Literal["squared", "softmax", "logistic", "squared-hinge", "poisson"]
+    outputs: Positive
+    classification: bool
+    regularisation: NotRequired[Annotated[float, Field(gt=0)]]
+    target_scale: NotRequired[Annotated[float, Field(gt=0)]]
+
+
 class StatisticsWire(Wire):
     """What a head built to forget was computed from: public features, exact sums of rows."""
 
-    features: dict[str, str | int | None]
-    head: dict[str, str | bool | int | float]
+    features: FeaturesWire
+    head: HeadWire
     samples: Count
     digest: Digest
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +26,9 @@ def learn(
     release: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write the head, with its certificate.")
     ] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Compute features, or shards, on Ray, here.")] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Compute features, or shards, on Ray, here.")
+    ] = False,
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Compute them on this Ray cluster.")
     ] = None,
@@ -53,7 +56,7 @@ def learn(
         facts |= {"state": str(done.state), "method": done.method}
         print_json(facts | ({} if done.release is None else {"release": _list(done.release)}))
         return
-    state, place = shorten(done.state), "" if out is None else f" --out {out}"
+    state, place = shorten(done.state), "" if out is None else f" --out {_quote(out)}"
     typer.echo(
         f"{state}: {done.new:,} examples are new; it holds {done.examples:,} of "
         f"{done.people:,} people and is private"
@@ -61,10 +64,12 @@ def learn(
     what = "the examples and settings" if done.method == "shards" else "the sums"
     typer.echo(f"  {what} have the SHA-256 {done.digest}")
     if done.release is None:
-        typer.echo(f"  write the model with: expunge learn {job}{place} --release release-1")
+        typer.echo(
+            f"  write the model with: expunge learn {_quote(job)}{place} --release release-1"
+        )
     else:
         _print(done.release, state)
-    typer.echo(f"  forget with: expunge forget {state} forget.txt --out release-2")
+    typer.echo(f"  forget with: expunge forget {_quote(state)} forget.txt --out release-2")
 
 
 def forget(
@@ -109,7 +114,12 @@ def _print(done: Released, state: Path) -> None:
         f"{done.examples:,} examples remain{scored}"
     )
     how = "--store" if found.shards is None else "--retrain"
-    typer.echo(f"  check it with: expunge verify {done.directory} [{how} {state}]")
+    where = f"{_quote(done.directory)} [{how} {_quote(state)}]"
+    typer.echo(f"  check it with: expunge verify {where}")
+
+
+def _quote(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def _warn(said: tuple[str, ...]) -> None:

@@ -167,7 +167,8 @@ def print_plan(found: Plan) -> None:
 def print_routes(found: Setting) -> None:
     """The routes of a public frozen network, and the next command."""
     if found.routes and not found.costs:
-        _echo("\nThe network is public and frozen, so a head built to forget is open to you:")
+        why = "The network is public and frozen" if found.network else "The inputs are vectors"
+        _echo(f"\n{why}, so a head built to forget is open to you:")
     for route in found.routes:
         _echo(f"  {route.name}: {route.guarantee}; keeps {route.keeps}")
         _echo(f"    a request costs {route.costs}; it asks for {route.asks_for}")

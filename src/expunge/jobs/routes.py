@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,22 +63,26 @@ SHARDS = Route(
 
 @dataclass(frozen=True)
 class Setting:
-    """What a job has to plan with: its certified ``parameters``, the routes, the next command."""
+    """What a job has to plan with: its certified ``parameters``, the routes, the next command.
+
+    Without a ``network`` the inputs of heads are vectors.
+    """
 
     parameters: int | None
     routes: tuple[Route, ...]
     next: str
     costs: tuple[Cost, ...] = ()
+    network: bool = True
 
 
 def read_setting(path: str | Path) -> Setting:
     """A head's job has the routes of heads; another has them if it freezes a public backbone."""
     if find_method(path) in HEADS:
         made = read_head_job(path)
-        then = f"expunge learn {path} --release release-1"
+        then = f"expunge learn {shlex.quote(str(path))} --release release-1"
         if isinstance(made.job, ShardsJob):
             return Setting(None, (SHARDS,), then, _list_costs(made, made.job))
-        return Setting(None, ROUTES, then)
+        return Setting(None, ROUTES, then, network=made.job.model.build is not None)
     made = read_job(path)
     with importing_from(made.folder):
         model = build_model(load_function("model.build", made.job.model.build, made.folder))
@@ -85,7 +90,11 @@ def read_setting(path: str | Path) -> Setting:
     for parameter in model.parameters():
         sizes[parameter.requires_grad] += parameter.numel()
     public = made.job.model.public is not None and sizes[False] > 0
-    then = "expunge init DIR --head" if public else f"expunge unlearn {path} --dry-run"
+    then = (
+        "expunge init DIR --head"
+        if public
+        else f"expunge unlearn {shlex.quote(str(path))} --dry-run"
+    )
     return Setting(sizes[True], ROUTES if public else (), then)
 
 

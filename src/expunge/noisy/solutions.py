@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expunge.accounting.precision import LARGEST_CELL, choose_solution_precision
+from expunge.errors import InputError
 from expunge.noisy.noise import Noise
 from expunge.recipes import ConvexHeadRecipe
 
@@ -38,6 +39,9 @@ def release_solution(weights: Array, recipe: ConvexHeadRecipe, noise: Noise) -> 
     (True, True)
     """
     precision = choose_solution_precision(recipe, weights.size)
+    if not precision.grid > 0:
+        valid = "so small that float64 holds the noise, tolerance/weight_decay, too"
+        raise InputError.of("weight_decay", recipe.weight_decay, valid)
     cells = np.empty(weights.size)
     noise.begin().draw(cells, step=0, position=0, std=recipe.noise_std / precision.grid)
     norm = float(np.linalg.norm(cells)) * precision.grid

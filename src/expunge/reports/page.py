@@ -158,7 +158,7 @@ def write_report(directory: str | Path, *, public: bool = False) -> Path:
     text = render_report(record, certificate, metrics, audit, public=public)
     target = folder / ("report-public.html" if public else "report.html")
     try:
-        write_atomic(target, text.encode("utf-8"))
+        write_atomic(target, text.encode("utf-8"), private=not public)
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror or error}") from None
     return target
