@@ -1,14 +1,25 @@
 """Attempts to find a forgotten person in a head built to forget, its store or its files."""
 
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import expunge
 from expunge import ConvexHead, Features, InputError, StatisticsHead, UnlearningError
+from expunge.certificates.hashing import hash_tensors
+from expunge.errors import CertificateError, VerificationError
+from expunge.forgettable.verification import verify_store
+from expunge.jobs.releases import release_state
 
 KEY = bytes(32)
 
@@ -164,7 +175,7 @@ def test_who_is_in_the_list_of_the_forgotten_cannot_be_guessed_without_the_key(
     marks = (tmp_path / "a/forgotten").read_bytes()
     guesses = [hashlib.blake2b(ids[0].encode(), digest_size=16).digest()]
     guesses.append(hashlib.sha256(ids[0].encode()).digest()[:16])
-    assert len(marks) == 16
+    assert len(marks) == 16 + 32  # the mark, and the hash of the sums it goes with
     assert not any(guess in marks for guess in guesses)
 
 
@@ -197,3 +208,227 @@ def test_asking_again_draws_no_second_noise(tmp_path: Path) -> None:
         warnings.simplefilter("ignore")
         again = head.forget(ids[:3], epsilon=1.0, delta=1e-5)
     assert torch.equal(first.model.weight, again.model.weight)
+
+
+def make_state(folder: Path, kind: str = "statistics", **given: Any) -> Any:
+    x, y, ids = make_data()
+    make: Any = StatisticsHead if kind == "statistics" else ConvexHead
+    head = make(Features(), classes=3, state=folder, **given)
+    head.learn((x, y), ids)
+    return head
+
+
+def forge(out: Path, state: Path, model: nn.Module, record: Any, parent: Any = None) -> None:
+    """Certify and write whatever is given, as an operator who cheats can; then check it."""
+    weights = model.weight.numpy()
+    name = hash_tensors([("weight", "F64", weights.shape, weights.tobytes())])
+    record = dataclasses.replace(record, weights_after=name, weights_noisy=name)
+    certificate = expunge.certify(record, delta=1e-5, parent=parent)
+    expunge.write_run(out, model=model, record=record, certificate=certificate)
+    expunge.verify(out / "certificate.json", record=out / "record.json")
+    assert verify_store(certificate, state, out / "model.safetensors") == ()
+
+
+def move(model: nn.Module, by: float) -> nn.Module:
+    torch.manual_seed(0)
+    model.weight = nn.Parameter(model.weight + by * torch.randn_like(model.weight), False)
+    return model
+
+
+@pytest.mark.parametrize("loss", ["softmax", "logistic", "squared-hinge"])
+def test_the_old_model_under_a_noisy_certificate(tmp_path: Path, loss: str) -> None:
+    """Attack: the certificate is real, the weights are those from before, or others."""
+    head = make_state(tmp_path / "s", "convex", weight_decay=1e-3, loss=loss)
+    old = head.release()
+    run = head.forget(["user-0", "user-1"], epsilon=1.0, delta=1e-5)
+    forge(tmp_path / "honest", tmp_path / "s", run.model, run.record)
+    with pytest.raises(VerificationError, match="the gradient of the released weights is"):
+        forge(tmp_path / "old", tmp_path / "s", old.model, run.record)
+    with pytest.raises(VerificationError, match="the gradient of the released weights is"):
+        forge(tmp_path / "moved", tmp_path / "s", move(run.model, 1.0), run.record)
+
+
+def test_noise_that_was_never_added(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    x, y, ids = rng.normal(size=(80, 300)), np.arange(80) % 3, [f"user-{i}" for i in range(80)]
+    head = ConvexHead(Features(), classes=3, weight_decay=1e-2, state=tmp_path / "s")
+    head.learn((x, y), ids)
+    run = head.forget(ids[:1], epsilon=1.0, delta=1e-5)
+    forge(tmp_path / "honest", tmp_path / "s", run.model, run.record)
+    never = ConvexHead(Features(), classes=3, weight_decay=1e-2)
+    never.learn((x[1:], y[1:]), ids[1:])
+    with pytest.raises(VerificationError, match="noise is missing"):
+        forge(tmp_path / "bare", tmp_path / "s", never.release().model, run.record)
+
+
+def test_weights_that_do_not_minimise_under_an_exact_certificate(tmp_path: Path) -> None:
+    head = make_state(tmp_path / "s", "convex", weight_decay=1e-3)
+    old = head.release()
+    run = head.forget(["user-0"])
+    forge(tmp_path / "honest", tmp_path / "s", run.model, run.record)
+    with pytest.raises(VerificationError, match=r"above 1\.00e-09"):
+        forge(tmp_path / "old", tmp_path / "s", old.model, run.record)
+    with pytest.raises(VerificationError, match=r"above 1\.00e-09"):
+        forge(tmp_path / "moved", tmp_path / "s", move(run.model, 1e-6), run.record)
+
+
+def test_noise_on_a_poisson_head_is_said_to_be_unchecked(tmp_path: Path) -> None:
+    x, y, ids = make_data()
+    given: dict[str, Any] = {"outputs": 1, "weight_decay": 1e-2, "loss": "poisson"}
+    head = ConvexHead(Features(), state=tmp_path / "s", **given)
+    head.learn((x, y.astype(float)), ids)
+    run = head.forget(ids[:1], epsilon=1.0, delta=1e-5)
+    certificate = expunge.certify(run.record, delta=1e-5)
+    expunge.write_run(tmp_path / "r", model=run.model, record=run.record, certificate=certificate)
+    said = verify_store(certificate, tmp_path / "s", tmp_path / "r/model.safetensors")
+    assert said == ("weights of a Poisson head with noise cannot be checked",)
+
+
+def test_a_certificate_with_other_settings_than_the_state(tmp_path: Path) -> None:
+    """Attack: a smaller tolerance claims a smaller ε; another loss or λ claims another model."""
+    head = make_state(tmp_path / "c", "convex", weight_decay=1e-3)
+    run = head.forget(["user-0"], epsilon=1.0, delta=1e-5)
+    recipe, told = run.record.recipe, run.record.statistics
+    for change in ({"tolerance": 1e-13}, {"weight_decay": 1.0}):
+        record = dataclasses.replace(run.record, recipe=dataclasses.replace(recipe, **change))
+        with pytest.raises(VerificationError, match="its settings are"):
+            forge(tmp_path / next(iter(change)), tmp_path / "c", run.model, record)
+    edited = dataclasses.replace(told, head={**told.head, "loss": "logistic"})
+    record = dataclasses.replace(run.record, statistics=edited)
+    with pytest.raises(VerificationError, match="its head is"):
+        forge(tmp_path / "loss", tmp_path / "c", run.model, record)
+
+
+def test_a_regularisation_that_was_not_chosen(tmp_path: Path) -> None:
+    head = make_state(tmp_path / "s", regularisation=[1e-4, 1e-1])
+    run = head.forget(["user-0"])
+    forge(tmp_path / "honest", tmp_path / "s", run.model, run.record)
+    told = run.record.statistics
+    other = {1e-4: 1e-1, 1e-1: 1e-4}[told.head["regularisation"]]
+    for value, match in ((other, "the sums choose regularisation"), (0.5, "its settings are")):
+        edited = dataclasses.replace(told, head={**told.head, "regularisation": value})
+        record = dataclasses.replace(run.record, statistics=edited)
+        with pytest.raises(VerificationError, match=match):
+            forge(tmp_path / str(value), tmp_path / "s", run.model, record)
+
+
+def test_kept_is_edited(tmp_path: Path) -> None:
+    """Attack: the un-noised old weights are put where the next release takes them from."""
+    head = make_state(tmp_path / "s", "convex", weight_decay=1e-3)
+    old = head.release().model.weight.numpy()
+    before = (tmp_path / "s/kept").read_bytes()
+    release_state(tmp_path / "s", tmp_path / "r1", ["user-0"], epsilon=1.0)
+    path = tmp_path / "s/kept"
+    noisy = expunge.load_model(tmp_path / "r1").weight.numpy()
+    edited = path.read_bytes().replace(noisy.tobytes(), old.tobytes())
+    names = [hash_tensors([("weight", "F64", w.shape, w.tobytes())]) for w in (noisy, old)]
+    for data, match in (
+        (edited, "kept is not what was released last"),
+        (edited.replace(*(n.encode() for n in names)), "certificate.json certifies"),
+        (before[:50], "kept is not what was released last"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(UnlearningError, match=match):
+            expunge.load(tmp_path / "s").forget(["user-0"], epsilon=1.0, delta=1e-5)
+        with pytest.raises(UnlearningError, match=match):
+            expunge.load(tmp_path / "s").release()
+    path.unlink()
+    assert expunge.load(tmp_path / "s").release().record.recipe.noise_std == 0.0
+
+
+@pytest.mark.parametrize("kind", ["statistics", "convex"])
+def test_rows_and_sums_are_put_back_from_a_backup(tmp_path: Path, kind: str) -> None:
+    """Attack: who was forgotten is there again, and the next certificate is chained as before."""
+    make_state(tmp_path / "s", kind)
+    shutil.copytree(tmp_path / "s", tmp_path / "backup")
+    released = release_state(tmp_path / "s", tmp_path / "r1", ["user-1", "user-2"])
+    digest = released.certificate.statistics.digest  # type: ignore[union-attr]
+    shutil.rmtree(tmp_path / "s/rows")
+    shutil.copytree(tmp_path / "backup/rows", tmp_path / "s/rows")
+    shutil.copy(tmp_path / "backup/sums", tmp_path / "s/sums")
+    x, y, _ = make_data()
+    with pytest.raises(UnlearningError, match="2 people who were forgotten are held again"):
+        expunge.load(tmp_path / "s").release()
+    with pytest.raises(UnlearningError, match="1 people who were forgotten are held again"):
+        release_state(tmp_path / "s", tmp_path / "r2", ["user-1", "user-5"])
+    with pytest.raises(UnlearningError, match="2 people who were forgotten are held again"):
+        expunge.load(tmp_path / "s").learn((x[:1], y[:1]), ["new"])
+    with pytest.raises(VerificationError, match="2 people who were forgotten are held again"):
+        verify_store(released.certificate, tmp_path / "s")
+    again = release_state(tmp_path / "s", tmp_path / "r3", ["user-1", "user-2"])
+    assert again.certificate.statistics.digest == digest  # type: ignore[union-attr]
+    verify_store(again.certificate, tmp_path / "s", tmp_path / "r3/model.safetensors")
+    release_state(tmp_path / "s", tmp_path / "r4", ["user-5"])
+
+
+def test_sums_of_another_day_or_with_a_bit_flipped(tmp_path: Path) -> None:
+    """Attack: rows are gone, the sums that are solved still hold them."""
+    head = make_state(tmp_path / "s")
+    sums = tmp_path / "s/sums"
+    stale = sums.read_bytes()
+    certificate = expunge.certify(head.forget(["user-1"]).record, delta=1e-5)
+    right = sums.read_bytes()
+    sums.write_bytes(stale)
+    with pytest.raises(CertificateError, match="its sums are of 60 rows, and it holds 59"):
+        expunge.load(tmp_path / "s").forget(["user-5"])
+    with pytest.raises(CertificateError, match="its sums are of 60 rows"):
+        expunge.load(tmp_path / "s").release()
+    with pytest.raises(VerificationError, match="its file sums is"):
+        verify_store(certificate, tmp_path / "s")
+    sums.write_bytes(right[:-60] + bytes([right[-60] ^ 1]) + right[-59:])
+    with pytest.raises(CertificateError, match="its sums are not what was written"):
+        expunge.load(tmp_path / "s")
+    sums.write_bytes(right)
+    verify_store(certificate, tmp_path / "s")
+
+
+def test_a_parent_with_other_features(tmp_path: Path) -> None:
+    head = make_state(tmp_path / "s")
+    first = expunge.certify(head.release().record, delta=1e-5)
+    run = head.forget(["user-0"])
+    told = run.record.statistics
+    edited = dataclasses.replace(told, features={**told.features, "seed": "never said"})
+    record = dataclasses.replace(run.record, statistics=edited)
+    with pytest.raises(UnlearningError, match="but the parent's were"):
+        expunge.certify(record, delta=1e-5, parent=first)
+
+
+def test_the_state_s_certificate_is_lost_edited_or_of_another(tmp_path: Path) -> None:
+    make_state(tmp_path / "s")
+    make_state(tmp_path / "c", "convex")
+    release_state(tmp_path / "s", tmp_path / "r1", ["user-0"])
+    path, meta = tmp_path / "s/certificate.json", tmp_path / "s/meta.json"
+    right, said = path.read_bytes(), meta.read_text()
+    path.write_bytes(right.replace(b'"samples":59', b'"samples":58'))
+    assert path.read_bytes() != right
+    with pytest.raises(CertificateError, match="was changed"):
+        release_state(tmp_path / "s", tmp_path / "r2", ["user-1"])
+    path.write_bytes(right)
+    features = json.loads(said)
+    features["features"]["network"] = "a" * 64
+    meta.write_text(json.dumps(features))
+    with pytest.raises(CertificateError, match="is not of this state"):
+        release_state(tmp_path / "s", tmp_path / "r2", ["user-1"])
+    meta.write_text(said)
+    with pytest.raises(InputError, match="outside of the state"):
+        release_state(tmp_path / "s", tmp_path / "s/r2", ["user-1"])
+    assert len(expunge.load(tmp_path / "s")) == 59
+    path.unlink()
+    released = release_state(tmp_path / "s", tmp_path / "r2", ["user-1"])
+    assert any("begins a new chain" in sentence for sentence in released.said)
+    assert released.certificate.parent is None
+    again = release_state(tmp_path / "s", tmp_path / "r3", ["user-2"])
+    assert again.said == ()
+
+
+def test_files_of_a_state_are_the_owner_s_alone(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; os.umask(0)\n"
+        "import numpy as np, expunge\n"
+        "head = expunge.ConvexHead(expunge.Features(), classes=3, weight_decay=1e-2, state='s')\n"
+        "head.learn((np.eye(6), np.arange(6) % 3), list('abcdef')); head.forget(['a'])\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    files = [path for path in (tmp_path / "s").rglob("*") if path.is_file()]
+    assert {"key", "sums", "kept", "forgotten", "meta.json"} <= {path.name for path in files}
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}

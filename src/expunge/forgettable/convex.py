@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from expunge.accounting.calibration import calibrate
+from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import NO_NOISE, Run
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
@@ -39,6 +40,8 @@ from expunge.forgettable.sums import Sums
 from expunge.noisy.noise import Noise, SystemNoise
 from expunge.noisy.solutions import release_solution
 from expunge.recipes import ConvexHeadRecipe, Execution
+
+_CURE = "remove that file from the state, and the next release is solved from zero"
 
 
 class ConvexHead:
@@ -116,6 +119,7 @@ class ConvexHead:
     def release(self) -> Run:
         """What was released last, if nothing was learned since; else a solve from zero."""
         with self._memory.writing():
+            self._memory.check_returned()
             self._read_kept()
             if self._kept is None or self._kept.digest != self.digest():
                 self._keep(self._solve_from_zero({}, self._memory.sums))
@@ -205,6 +209,18 @@ class ConvexHead:
         data = self._memory.read_file("kept")
         if data is not None:
             self._kept = _Kept.from_bytes(data)
+            self._compare_kept(self._kept)
+
+    def _compare_kept(self, kept: _Kept) -> None:
+        """Of the same rows with the same noise one answer is released: the certified one."""
+        folder = self._memory.folder
+        if folder is None or not (folder / "certificate.json").exists():
+            return
+        last = Certificate.load(folder / "certificate.json")
+        same = last.statistics is not None and last.statistics.digest == kept.digest
+        std = getattr(last.method, "noise_std", None)
+        if same and std == kept.recipe.noise_std and last.weights.after != hash_head(kept.weights):
+            raise UnlearningError(f"kept is not what {folder}/certificate.json certifies; {_CURE}")
 
     def _make_run(
         self, kept: _Kept, before: str | None, forgotten: tuple[str, ...], samples: int
@@ -259,6 +275,7 @@ class _Kept:
             "noise": dict(self.noise),
             "noise_norm": self.noise_norm,
             "half_passes": self.half_passes,
+            "weights": hash_head(self.weights),
         }
         head = json.dumps(facts, sort_keys=True).encode()
         return head + b"\n" + self.weights.astype("<f8", copy=False).tobytes()
@@ -266,8 +283,14 @@ class _Kept:
     @classmethod
     def from_bytes(cls, data: bytes) -> _Kept:
         head, _, raw = data.partition(b"\n")
-        facts = json.loads(head)
-        weights = np.frombuffer(raw, "<f8").reshape(facts["shape"]).astype(np.float64)
+        try:
+            facts = json.loads(head)
+            weights = np.frombuffer(raw, "<f8").reshape(facts["shape"]).astype(np.float64)
+            damaged = facts["weights"] != hash_head(weights)
+        except (ValueError, KeyError, TypeError):
+            damaged = True
+        if damaged:
+            raise UnlearningError(f"kept is not what was released last; {_CURE}")
         recipe = ConvexHeadRecipe(*facts["recipe"])
         execution = Execution(rounding=facts["rounding"])
         taken = facts.get("half_passes", 0)

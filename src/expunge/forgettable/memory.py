@@ -1,11 +1,14 @@
 """What a head remembers: its rows, their sums, and the files both lie in.
 
-``meta.json`` says what the rows are and is written once; ``sums`` holds the statistics; ``rows/``
-and ``key`` are the store's; ``forgotten`` lies apart. A head may add files of its own to a change.
+``meta.json`` says what the rows are and is written once; ``sums`` holds the statistics and their
+SHA-256; ``rows/`` and ``key`` are the store's; ``forgotten`` lies apart, marks and then the SHA-256
+of the sums they go with: where the two differ, files of another day were put back, and whoever was
+forgotten and is held again must go first. A head may add files of its own to a change.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import warnings
@@ -20,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expunge.certificates.identifiers import read_ids
-from expunge.errors import CertificateError, InputError
+from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.forgettable.integers import Integers
 from expunge.forgettable.store import (
     BUCKETS,
@@ -37,6 +40,7 @@ from expunge.forgettable.sums import Sums, add_blocks, check_room
 
 FORMAT = "expunge-state-1"
 BLOCK = 8320
+_HASH_BYTES = 32
 Whole = npt.NDArray[np.int64]
 Block = tuple[npt.NDArray[np.float32], Whole]
 
@@ -134,6 +138,7 @@ class Memory:
         self.sums = Sums.empty(0, targets.width)
         self.evaluation = "by construction"
         self.forgotten: set[bytes] = set()
+        self._apart = False
         self._seen: object = None
         if folder is not None and holds_store(folder):
             with hold(folder, writing=False):
@@ -159,6 +164,7 @@ class Memory:
         with self.writing():
             if self.store is None:
                 self._create(features.shape[1])
+            self.check_returned(ids)
             store = self._get_store()
             if features.shape[1] != store.layout.inputs:
                 raise InputError.of("features", features.shape[1], f"{store.layout.inputs} wide")
@@ -173,11 +179,9 @@ class Memory:
                     stacklevel=4,
                 )
             forgotten = self.forgotten.difference(back.values())
-            files = {"forgotten": b"".join(sorted(forgotten))} if back else {}
             if sums is None or len(fresh) < len(ids):
                 sums = self.add(fresh)
-            self._commit(changes, self.sums + sums, files)
-            self.forgotten = forgotten
+            self._commit(changes, self.sums + sums, forgotten, {})
             return len(fresh)
 
     def plan(self, ids: Iterable[object]) -> Request:
@@ -189,6 +193,7 @@ class Memory:
         missing = names if taken is None else taken.missing
         self._check_known(missing)
         assert taken is not None
+        self.check_returned(names)
         if missing:
             warnings.warn(f"already forgotten: {len(missing)} of {len(names)}", stacklevel=3)
         sums = self.sums - self.add(taken.rows) if len(taken.rows) else self.sums
@@ -215,11 +220,33 @@ class Memory:
     def forget(self, request: Request, files: Mapping[str, bytes]) -> int:
         """Commit what was planned, together with files of the head; returns how many rows went."""
         new = {self.mark(name) for name in request.names if name not in request.already}
-        forgotten, before = self.forgotten | new, self.sums.rows
-        marks = {"forgotten": b"".join(sorted(forgotten))} if forgotten else {}
-        self._commit(request.changes, request.sums, dict(files) | marks)
-        self.forgotten = forgotten
+        before = self.sums.rows
+        self._commit(request.changes, request.sums, self.forgotten | new, files)
         return before - request.sums.rows
+
+    def find_returned(self) -> set[bytes]:
+        """Marks of the forgotten whose rows are held."""
+        if self.store is None or not self.forgotten:
+            return set()
+        found = set[bytes]()
+        for bucket in self.store.list_buckets():
+            names = self.store.read(bucket)["name"].tobytes()
+            cut = range(0, len(names), NAME_BYTES)
+            held = {names[at : at + NAME_BYTES] for at in cut}
+            found.update(self.forgotten.intersection(map(self.store.mark, held)))
+        return found
+
+    def check_returned(self, names: Iterable[str] = ()) -> None:
+        """Refuse while the forgotten are held again, as in rows from a backup, but for ``names``.
+
+        All rows are looked at only where ``forgotten`` and ``sums`` are not of one change.
+        """
+        again = self.find_returned() if self._apart else set[bytes]()
+        if again and (left := again.difference(map(self.mark, names))):
+            raise UnlearningError(
+                f"{len(left)} people who were forgotten are held again, as after a backup was put "
+                "back; forget them again, all in one request, before anything else"
+            )
 
     def add(self, rows: Rows, block: int = 0) -> Sums:
         """S of stored rows."""
@@ -259,10 +286,8 @@ class Memory:
         folder.mkdir(parents=True, exist_ok=True)
         with hold(folder, writing=True):
             self._prepare(folder, self.store.layout.inputs)
-            marks = b"".join(sorted(self.forgotten))
-            extra = dict(files) | ({"forgotten": marks} if marks else {})
             copy = Store(self.store.layout, self.key, folder, self.store.buckets)
-            copy.apply(buckets, extra | {"sums": self.sums.to_bytes()})
+            copy.apply(buckets, dict(files) | _seal(self.sums, self.forgotten))
 
     @contextmanager
     def writing(self) -> Generator[None]:
@@ -274,6 +299,7 @@ class Memory:
                 raise InputError(f"state {self.folder} cannot be made: {error.strerror}") from None
         with hold(self.folder, writing=True):
             self.refresh()
+            self._check_rows()
             yield
 
     def refresh(self) -> None:
@@ -297,7 +323,16 @@ class Memory:
 
     def mark(self, name: str) -> bytes:
         """The keyed hash by which somebody who was forgotten is known."""
-        return self._get_store().name(name, b"forgotten")
+        store = self._get_store()
+        return store.mark(store.name(name))
+
+    def _check_rows(self) -> None:
+        """Sums of one day and rows of another are told apart by how many there are."""
+        if self.store is not None and len(self.store) != self.sums.rows:
+            raise CertificateError(
+                f"state {self.folder} is damaged: its sums are of {self.sums.rows} rows, and it "
+                f"holds {len(self.store)}; put back a whole backup, then forget again"
+            )
 
     def _check_known(self, missing: Sequence[str]) -> None:
         known = self.store is not None
@@ -319,14 +354,20 @@ class Memory:
     def _expand(self, rows: Rows) -> Block:
         return self.integers.expand(rows["features"]), self.targets.expand(rows["target"])
 
-    def _commit(self, changes: Mapping[int, Rows], sums: Sums, files: Mapping[str, bytes]) -> None:
+    def _commit(
+        self,
+        changes: Mapping[int, Rows],
+        sums: Sums,
+        forgotten: set[bytes],
+        files: Mapping[str, bytes],
+    ) -> None:
         store = self._get_store()
         if store.folder is None:
             store.apply(changes)
         else:
-            store.apply(changes, dict(files) | {"sums": sums.to_bytes()})
+            store.apply(changes, dict(files) | _seal(sums, forgotten))
             self._seen = _stamp(store.folder / "sums")
-        self.sums = sums
+        self.sums, self.forgotten, self._apart = sums, forgotten, False
 
     def _create(self, inputs: int) -> None:
         layout = Layout(inputs, self.integers.dtype.str, self.targets.columns)
@@ -349,10 +390,9 @@ class Memory:
         empty = Sums.empty(self.integers.width(inputs), self.targets.width)
         files = {
             "key": self.key,
-            "sums": empty.to_bytes(),
             "meta.json": json.dumps(meta, indent=1, sort_keys=True).encode(),
         }
-        write_together(folder, files)
+        write_together(folder, files | _seal(empty, set()))
 
     def _open(self, folder: Path) -> None:
         meta = read_meta(folder)
@@ -373,9 +413,24 @@ class Memory:
         layout = Layout(meta["inputs"], self.integers.dtype.str, self.targets.columns)
         self.store = Store(layout, self.key, folder, meta["buckets"])
         self._seen = _stamp(folder / "sums")
+        sums, digest = sums[:-_HASH_BYTES], sums[-_HASH_BYTES:]
+        if hashlib.sha256(sums).digest() != digest:
+            raise CertificateError(f"state {folder} is damaged: its sums are not what was written")
         self.sums = Sums.from_bytes(sums)
-        marks = self.read_file("forgotten") or b""
+        told = self.read_file("forgotten") or digest
+        marks = told[:-_HASH_BYTES]
+        if len(told) < _HASH_BYTES or len(marks) % NAME_BYTES:
+            raise CertificateError(f"state {folder} is damaged: its list forgotten is cut short")
         self.forgotten = {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
+        self._apart = told[-_HASH_BYTES:] != digest
+
+
+def _seal(sums: Sums, forgotten: set[bytes]) -> dict[str, bytes]:
+    """The files ``sums`` and ``forgotten``, each with the SHA-256 of the sums at its end."""
+    data = sums.to_bytes()
+    digest = hashlib.sha256(data).digest()
+    marks = b"".join(sorted(forgotten))
+    return {"sums": data + digest, "forgotten": marks + digest if marks else b""}
 
 
 def open_memory(folder: Path) -> Memory:

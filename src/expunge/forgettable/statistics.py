@@ -113,6 +113,7 @@ class StatisticsHead:
     def release(self) -> Run:
         """The head of everything that is held now."""
         with self._memory.writing():
+            self._memory.check_returned()
             solved = self.solve(self._memory.sums)
             before = self._memory.read_file("released") or self._released
             self._released = hash_head(solved[0]).encode()

@@ -106,6 +106,11 @@ class Store:
         data = identifier.encode("utf-8", "surrogatepass")
         return hashlib.blake2b(data, digest_size=NAME_BYTES, key=self.key, person=purpose).digest()
 
+    def mark(self, name: bytes) -> bytes:
+        """The keyed hash that stands for a name once it is forgotten."""
+        size, key = NAME_BYTES, self.key
+        return hashlib.blake2b(name, digest_size=size, key=key, person=b"forgotten").digest()
+
     def make_rows(
         self, ids: Sequence[str], features: npt.NDArray[Any], targets: npt.NDArray[Any]
     ) -> Rows:
@@ -320,11 +325,15 @@ def _put(new: Path, place: Path) -> None:
 
 
 def _write_new(path: Path, data: bytes, durably: bool = True) -> None:
-    with path.open("xb") as file:
+    with open(path, "xb", opener=_open_private) as file:
         file.write(data)
         file.flush()
         if durably:
             os.fsync(file.fileno())
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _sync_folder(folder: Path) -> None:

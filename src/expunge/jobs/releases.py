@@ -27,7 +27,7 @@ from expunge.errors import CertificateError, ExpungeError, InputError, RunError
 from expunge.files import hold_lock, read_limited, write_atomic
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.loading import Head, load
-from expunge.forgettable.memory import open_memory
+from expunge.forgettable.memory import Memory, open_memory
 from expunge.forgettable.shards import Shards
 from expunge.jobs.data import find_tensors
 from expunge.jobs.directory import check_free, write_run
@@ -72,6 +72,8 @@ def release_state(
     """Forget ``ids``, if any, and write the next release with its certificate to ``out``."""
     folder, target, said = Path(state), Path(out).absolute(), list[str]()
     check_delta(delta)
+    if target.resolve().is_relative_to(folder.resolve()):
+        raise InputError.of("--out", str(out), f"outside of the state {state}")
     with _opened(folder, network) as head, working(folder):
         if epsilon is not None and not isinstance(head, ConvexHead):
             raise InputError.of("--epsilon", epsilon, "left out: this forgets exactly")
@@ -84,7 +86,11 @@ def release_state(
             if _find_digest(written) == head.digest():
                 return Released(Path(out), written, len(head), ("it was written before",))
         check_free(target)
-        parent = Certificate.load(last) if last.exists() else None
+        parent = _read_parent(last, held)
+        if parent is None and _list_forgotten(held) - pending.people.keys():
+            said.append(
+                "the certificate of the release before is gone; this one begins a new chain"
+            )
         people = {mark: rows or pending.people.get(mark, 0) for mark, rows in counts.items()}
         asked = replace(pending, people=pending.people | people, named=list(counts))
         asked.write(folder)
@@ -182,6 +188,20 @@ def find_counts(learner: Learner, state: Path) -> Counts:
 
 def _list_forgotten(held: Counts) -> set[str]:
     return {mark.hex() for mark in held.forgotten}
+
+
+def _read_parent(path: Path, held: Counts) -> Certificate | None:
+    """The last certificate, if there is one; not one that was edited or is of another state."""
+    if not path.exists():
+        return None
+    found = Certificate.load(path)
+    if found.digest != found.compute_digest():
+        raise CertificateError(f"{path} was changed: its digest is not {found.digest}")
+    if isinstance(held, Memory):
+        features = dict(held.describe()) | {"evaluation": held.evaluation}
+        if found.statistics is None or found.statistics.features != features:
+            raise CertificateError(f"{path} is not of this state: it has other features")
+    return found
 
 
 def _find_digest(certificate: Certificate) -> str | None:
