@@ -294,7 +294,19 @@ def check_link(child: Certificate, parent: Certificate) -> list[str]:
         found.append(f"the frozen part is {ours}, but the parent's was {theirs}")
     if w.centre is not None and w.centre == before.after:
         found.append("the centre is the parent's released model, which saw the forget data")
-    return [*found, *_check_untouched(child, parent)]
+    return [*found, *_check_features(child, parent), *_check_untouched(child, parent)]
+
+
+def _check_features(child: Certificate, parent: Certificate) -> list[str]:
+    """A head's features are public, and those of every release before it."""
+    ours, theirs = child.statistics, parent.statistics
+    if ours is None:
+        return []
+    if theirs is None:
+        return ["the parent is not of a head built to forget"]
+    if ours.features != theirs.features:
+        return [f"its features are {ours.features}, but the parent's were {theirs.features}"]
+    return []
 
 
 def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:

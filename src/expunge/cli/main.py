@@ -140,10 +140,12 @@ def verify(
 
     path = certificate / "certificate.json" if certificate.is_dir() else certificate
     found = check(path, weights, public_key, parent=parent, record=record)
+    unchecked: tuple[str, ...] = ()
     if store is not None:
+        from expunge.certificates.hashing import find_weights
         from expunge.forgettable.verification import verify_store
 
-        verify_store(found, store)
+        unchecked = verify_store(found, store, weights or find_weights(path))
     if retrain is not None:
         from expunge.jobs.shards import open_shards
 
@@ -157,7 +159,7 @@ def verify(
         f"compared to {found.compared_to}; "
         + ("signed" if found.signature is not None else "not signed")
     )
-    for warning in (*found.warnings, *find_cautions(found)):
+    for warning in (*found.warnings, *find_cautions(found), *unchecked):
         typer.echo(f"  {warning}")
 
 

@@ -100,7 +100,7 @@ def _check_ridge(
     certificate: Certificate, candidates: list[float], sums: Sums, unit: float
 ) -> list[str]:
     assert certificate.statistics is not None
-    certified = certificate.statistics.head["regularisation"]
+    certified = certificate.statistics.head.get("regularisation")
     W, chosen = solve_ridge(sums, candidates, unit)
     if chosen != certified:
         return [f"the sums choose regularisation {chosen}, not {certified}"]
