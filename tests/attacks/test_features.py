@@ -144,3 +144,12 @@ def test_networks_that_cannot_run(make: Callable[[], Features]) -> None:
     with pytest.raises(InputError, match=r"network cannot be run on these inputs: .") as caught:
         make().compute(torch.randn(9, 5))
     assert "\n" not in str(caught.value)
+
+
+def test_counts_below_zero(tmp_path) -> None:
+    head = expunge.ConvexHead(Features(), outputs=1, loss="poisson", state=tmp_path / "state")
+    x, y = torch.randn(9, 5), torch.arange(9.0)[:, None]
+    with pytest.raises(InputError, match="targets is -1; it must be counts"):
+        head.learn((x, y - 1), ids=range(9))
+    assert len(head) == 0
+    assert head.learn((x, y), ids=range(9)) == 9

@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, Union
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model, with_config
 from typing_extensions import TypedDict
 
 from expunge.recipes import METHODS, Kind, Recipe, describe_fields
@@ -154,10 +154,10 @@ class DataWire(Wire):
     checked: bool = False
 
 
+@with_config(_CLOSED)
 class FeaturesWire(TypedDict):
     """A public map to whole numbers; a tangent map has the last two keys too."""
 
-    __pydantic_config__ = _CLOSED
     format: Literal["expunge-features-1"]
     network: Digest | None
     code: Digest | None
@@ -169,10 +169,10 @@ class FeaturesWire(TypedDict):
     parameters: NotRequired[str]
 
 
+@with_config(_CLOSED)
 class HeadWire(TypedDict):
     """What was solved: a ridge regression has its regularisation, one of numbers their scale."""
 
-    __pydantic_config__ = _CLOSED
     loss: Literal["squared", "softmax", "logistic", "squared-hinge", "poisson"]
     outputs: Positive
     classification: bool

@@ -29,12 +29,12 @@ from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import NO_NOISE, Run
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
-from expunge.forgettable.losses import Loss, check_loss
+from expunge.forgettable.losses import Loss, check_loss, check_targets
 from expunge.forgettable.memory import Memory, Request, Targets
 from expunge.forgettable.released import HeadModel, Weights, hash_head, write_record
 from expunge.forgettable.ridge import one_thread
 from expunge.forgettable.solver import Objective, Solution, solve
-from expunge.forgettable.statistics import Compute, describe_statistics, learn_rows
+from expunge.forgettable.statistics import Compute, compute_rows, describe_statistics, learn_rows
 from expunge.forgettable.store import Rows
 from expunge.forgettable.sums import Sums
 from expunge.noisy.noise import Noise, SystemNoise
@@ -94,7 +94,15 @@ class ConvexHead:
 
     def learn(self, data: Any, ids: Iterable[object], compute: Compute | None = None) -> int:
         """Add examples, all or nothing; how many were new (as ``StatisticsHead.learn``)."""
-        return learn_rows(self._memory, self.features, data, ids, compute)
+
+        def find(
+            features: Features, targets: Targets, pieces: Iterable[Any], *, only_single: bool
+        ) -> tuple[Any, Any, Sums | None]:
+            found = (compute or compute_rows)(features, targets, pieces, only_single=only_single)
+            check_targets(self.loss, found[1])
+            return found
+
+        return learn_rows(self._memory, self.features, data, ids, find)
 
     def forget(
         self,
@@ -286,11 +294,10 @@ class _Kept:
         try:
             facts = json.loads(head)
             weights = np.frombuffer(raw, "<f8").reshape(facts["shape"]).astype(np.float64)
-            damaged = facts["weights"] != hash_head(weights)
+            if facts["weights"] != hash_head(weights):
+                raise ValueError
         except (ValueError, KeyError, TypeError):
-            damaged = True
-        if damaged:
-            raise UnlearningError(f"kept is not what was released last; {_CURE}")
+            raise UnlearningError(f"kept is not what was released last; {_CURE}") from None
         recipe = ConvexHeadRecipe(*facts["recipe"])
         execution = Execution(rounding=facts["rounding"])
         taken = facts.get("half_passes", 0)

@@ -29,6 +29,15 @@ def check_loss(loss: str) -> Loss:
     return loss
 
 
+def check_targets(loss: Loss, targets: npt.NDArray[Any]) -> None:
+    """Poisson regression is of counts.
+
+    >>> check_targets("poisson", np.array([[0], [7]]))
+    """
+    if loss == "poisson" and targets.size and targets.min() < 0:
+        raise InputError.of("targets", int(targets.min()), "counts, >= 0, for Poisson regression")
+
+
 def evaluate(loss: Loss, z: Array, t: Array) -> tuple[float, Array, Array]:
     """(Σ ℓ, residuals, curvature state) of a block of rows.
 
