@@ -245,6 +245,8 @@ def run_lives(lives: int, seed: int) -> None:
                     warnings.simplefilter("ignore", UserWarning)
                     learn(ensemble, select(data, lambda i, _, new=new: i in new))
                 held |= new
+        if len(held) < 3:
+            continue
         fresh = make(shards=2, slices=2, epochs=1)
         learn(fresh, select(data, lambda i, _, held=held: i in held))
         assert ensemble.release().record.weights_after == fresh.release().record.weights_after
