@@ -347,13 +347,13 @@ def test_rows_and_sums_are_put_back_from_a_backup(tmp_path: Path, kind: str) -> 
     shutil.copytree(tmp_path / "backup/rows", tmp_path / "s/rows")
     shutil.copy(tmp_path / "backup/sums", tmp_path / "s/sums")
     x, y, _ = make_data()
-    with pytest.raises(UnlearningError, match="2 people who were forgotten are held again"):
+    with pytest.raises(UnlearningError, match="2 of the forgotten are held again"):
         expunge.load(tmp_path / "s").release()
-    with pytest.raises(UnlearningError, match="1 people who were forgotten are held again"):
+    with pytest.raises(UnlearningError, match="1 of the forgotten are held again"):
         release_state(tmp_path / "s", tmp_path / "r2", ["user-1", "user-5"])
-    with pytest.raises(UnlearningError, match="2 people who were forgotten are held again"):
+    with pytest.raises(UnlearningError, match="2 of the forgotten are held again"):
         expunge.load(tmp_path / "s").learn((x[:1], y[:1]), ["new"])
-    with pytest.raises(VerificationError, match="2 people who were forgotten are held again"):
+    with pytest.raises(VerificationError, match="2 of the forgotten are held again"):
         verify_store(released.certificate, tmp_path / "s")
     again = release_state(tmp_path / "s", tmp_path / "r3", ["user-1", "user-2"])
     assert again.certificate.statistics.digest == digest  # type: ignore[union-attr]

@@ -244,7 +244,7 @@ class Memory:
         again = self.find_returned() if self._apart else set[bytes]()
         if again and (left := again.difference(map(self.mark, names))):
             raise UnlearningError(
-                f"{len(left)} people who were forgotten are held again, as after a backup was put "
+                f"{len(left)} of the forgotten are held again, as after a backup was put "
                 "back; forget them again, all in one request, before anything else"
             )
 

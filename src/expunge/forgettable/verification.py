@@ -52,7 +52,7 @@ def verify_store(
     if sums.rows != told.samples:
         found.append(f"{sums.rows} rows are stored, not {told.samples}")
     if again := len(memory.find_returned()):
-        found.append(f"{again} people who were forgotten are held again")
+        found.append(f"{again} of the forgotten are held again")
     recipe = certificate.method
     if not found and not isinstance(recipe, ConvexHeadRecipe):
         found += _check_ridge(certificate, meta["settings"]["regularisation"], sums, memory.unit)
