@@ -489,3 +489,21 @@ def test_a_ridge_beyond_all_noise() -> None:
     with pytest.raises(InputError, match="weight_decay is 1e"):
         head.forget([0], epsilon=1.0, delta=1e-5)
     assert len(head) == 6
+
+
+def test_noise_for_nobody(head_runs, tmp_path) -> None:
+    with pytest.raises(UnlearningError, match="forget is missing"):
+        certify(replace(head_runs["noisy"].record, forget=None), delta=1e-5)
+
+
+def test_a_noisy_head_that_is_released_again_names_the_same_people(tmp_path) -> None:
+    rng = np.random.default_rng(0)
+    head = expunge.ConvexHead(
+        expunge.Features(), classes=3, weight_decay=1e-3, state=tmp_path / "state"
+    )
+    head.learn((rng.normal(size=(60, 5)), np.arange(60) % 3), ids=range(60))
+    run = head.forget([1, 2], epsilon=1.0, delta=1e-5)
+    again = expunge.load(tmp_path / "state").release()
+    assert again.record.weights_after == run.record.weights_after
+    assert (again.record.forget.count, again.record.forget.samples) == (2, 2)
+    assert certify(again.record, delta=1e-5).releasable

@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[Prepare, tuple[str, ...], str]] = {
     "no network": (job(model={"build": "own.py:nothing"}), LEARN, "must return an nn.Module"),
     "no such device": (job(model={"device": "abacus"}), LEARN, r"model\.device is 'abacus'"),
     "inputs of another width": (
-        job(model={"build": "own.py:build_wide"}), LEARN, "the network cannot be run on the data"
+        job(model={"build": "own.py:build_wide"}), LEARN, "network cannot be run on these inputs"
     ),
     "a network in train mode": (
         job(model={"build": "own.py:build_stubborn"}), LEARN, "network is in train mode"

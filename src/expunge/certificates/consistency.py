@@ -48,6 +48,8 @@ def find_contradictions(record: RunRecord) -> list[str]:
     found += check_start(recipe, record.start)
     if isinstance(recipe, HeadRecipe) and record.statistics is None:
         found.append("statistics is missing: it says what the head was computed from")
+    if isinstance(recipe, ConvexHeadRecipe) and not is_exact(recipe) and record.forget is None:
+        found.append("forget is missing: a noisy head must name the set that its noise is for")
     if isinstance(recipe, ShardedTraining):
         found += check_shards(recipe, record.shards)
     if record.parameters < 1:

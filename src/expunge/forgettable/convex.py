@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import numpy as np
 
 from expunge.accounting.calibration import calibrate
 from expunge.certificates.certificate import Certificate
+from expunge.certificates.identifiers import Commitment, commit
 from expunge.certificates.record import NO_NOISE, Run
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
@@ -132,7 +133,8 @@ class ConvexHead:
             if self._kept is None or self._kept.digest != self.digest():
                 self._keep(self._solve_from_zero({}, self._memory.sums))
             assert self._kept is not None
-            return self._make_run(self._kept, None, (), 0)
+            run = self._make_run(self._kept, None, (), 0)
+            return replace(run, record=replace(run.record, forget=self._kept.forget))
 
     def digest(self) -> str:
         """SHA-256 of the sums of the rows that are held."""
@@ -198,6 +200,8 @@ class ConvexHead:
 
     def _finish(self, request: Request, kept: _Kept) -> Run:
         before = None if self._kept is None else hash_head(self._kept.weights)
+        if kept.noise_norm is not None and kept.forget is None:
+            kept.forget = commit(request.names, samples=len(self) - request.sums.rows)
         samples = self._memory.forget(request, {"kept": kept.to_bytes()})
         self._kept = kept
         return self._make_run(kept, before, request.names, samples)
@@ -255,7 +259,8 @@ class _Kept:
     """The weights a later run may start from: released with noise, or solved from zero.
 
     ``half_passes`` are those from zero, a function of the rows; those of a noisy release depend on
-    where it started, hence on forgotten rows, and are kept nowhere.
+    where it started, hence on forgotten rows, and are kept nowhere. ``forget`` is the commitment to
+    whom the noise is for.
     """
 
     def __init__(
@@ -268,10 +273,12 @@ class _Kept:
         noise: Mapping[str, Any] = NO_NOISE,
         noise_norm: float | None = None,
         half_passes: int = 0,
+        forget: Commitment | None = None,
     ) -> None:
         self.weights, self.recipe, self.digest = weights, recipe, digest
         self.grid, self.execution = grid, execution or Execution()
         self.noise, self.noise_norm, self.half_passes = noise, noise_norm, half_passes
+        self.forget = forget
 
     def to_bytes(self) -> bytes:
         facts = {
@@ -284,6 +291,7 @@ class _Kept:
             "noise_norm": self.noise_norm,
             "half_passes": self.half_passes,
             "weights": hash_head(self.weights),
+            "forget": None if self.forget is None else asdict(self.forget),
         }
         head = json.dumps(facts, sort_keys=True).encode()
         return head + b"\n" + self.weights.astype("<f8", copy=False).tobytes()
@@ -294,12 +302,14 @@ class _Kept:
         try:
             facts = json.loads(head)
             weights = np.frombuffer(raw, "<f8").reshape(facts["shape"]).astype(np.float64)
-            if facts["weights"] != hash_head(weights):
-                raise ValueError
+            same = facts["weights"] == hash_head(weights)
         except (ValueError, KeyError, TypeError):
-            raise UnlearningError(f"kept is not what was released last; {_CURE}") from None
+            facts, weights, same = dict[str, Any](), np.empty(0), False
+        if not same:
+            raise UnlearningError(f"kept is not what was released last; {_CURE}")
         recipe = ConvexHeadRecipe(*facts["recipe"])
         execution = Execution(rounding=facts["rounding"])
-        taken = facts.get("half_passes", 0)
-        rest = (facts["grid"], execution, facts["noise"], facts["noise_norm"], taken)
+        taken, told = facts.get("half_passes", 0), facts.get("forget")
+        whom = None if told is None else Commitment(**told)
+        rest = (facts["grid"], execution, facts["noise"], facts["noise_norm"], taken, whom)
         return cls(weights, recipe, facts["digest"], *rest)

@@ -103,7 +103,7 @@ def release_state(
             raise
         record = replace(
             run.record,
-            forget=commit(ids, samples=sum(people.values())) if ids else None,
+            forget=commit(ids, samples=sum(people.values())) if ids else run.record.forget,
             weights_before=run.record.weights_before if parent is None else parent.weights.after,
         )
         certificate = certify(record, delta=delta, parent=parent)
