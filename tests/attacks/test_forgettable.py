@@ -403,6 +403,10 @@ def test_the_state_s_certificate_is_lost_edited_or_of_another(tmp_path: Path) ->
     assert path.read_bytes() != right
     with pytest.raises(CertificateError, match="was changed"):
         release_state(tmp_path / "s", tmp_path / "r2", ["user-1"])
+    release_state(tmp_path / "c", tmp_path / "c1")
+    shutil.copy(tmp_path / "c/certificate.json", path)
+    with pytest.raises(CertificateError, match="it is of another method"):
+        release_state(tmp_path / "s", tmp_path / "r2", ["user-1"])
     path.write_bytes(right)
     features = json.loads(said)
     features["features"]["network"] = "a" * 64

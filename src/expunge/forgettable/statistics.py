@@ -52,8 +52,9 @@ class StatisticsHead:
 
     Formal guarantee: after ``forget(ids)`` digest, weights and the bytes of rows and sums are those
     of a head that was never given these identifiers' rows. A folder gains two files by a request,
-    and nothing is computed from them: ``forgotten`` (keyed hashes of the names, to answer "already
-    forgotten") and ``released`` (the hash of the weights of the last release).
+    and no weight is computed from them: ``forgotten`` (keyed hashes of the names, to answer
+    "already forgotten" and to notice rows from a backup) and ``released`` (the hash of the weights
+    of the last release).
 
     >>> import numpy as np
     >>> rng = np.random.default_rng(0)

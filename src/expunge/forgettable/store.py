@@ -12,9 +12,9 @@ renamed into place; between the two stands ``journal/ready``, so that a kill at 
 either all of it or nothing. At rest the journal is empty. One process writes at a time, others may
 read: a reader holds maps of files that a later change replaces but does not touch.
 
-The names of the forgotten are in ``forgotten``, apart, under another key: the store computes
-nothing from them but "already forgotten". What is on disk is private: integers of people's data,
-and the key that finds a person's rows.
+The names of the forgotten are in ``forgotten``, apart, hashed once more: nothing is computed from
+them but "already forgotten" and "held again". What is on disk is private: integers of people's
+data, and the key that finds a person's rows.
 """
 
 from __future__ import annotations

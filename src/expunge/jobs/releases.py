@@ -198,8 +198,10 @@ def _read_parent(path: Path, held: Counts) -> Certificate | None:
     if found.digest != found.compute_digest():
         raise CertificateError(f"{path} was changed: its digest is not {found.digest}")
     if isinstance(held, Memory):
+        if found.statistics is None or found.recipe.method != held.settings["head"]:
+            raise CertificateError(f"{path} is not of this state: it is of another method")
         features = dict(held.describe()) | {"evaluation": held.evaluation}
-        if found.statistics is None or found.statistics.features != features:
+        if found.statistics.features != features:
             raise CertificateError(f"{path} is not of this state: it has other features")
     return found
 
