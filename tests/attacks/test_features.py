@@ -1,6 +1,8 @@
 """Networks that carry something from one example to the next, and others posing as public ones."""
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ import expunge
 from expunge.errors import InputError, UnlearningError
 from expunge.forgettable.features import Features
 from expunge.forgettable.tangent import TangentFeatures
+from head_folder import write_head_job
+from job_folder import call
 
 
 class Remembering(nn.Module):
@@ -98,6 +102,15 @@ def test_foreign_subclasses() -> None:
                 return found
 
 
+@pytest.mark.parametrize("kind", [expunge.StatisticsHead, expunge.ConvexHead])
+def test_what_only_looks_like_features(kind) -> None:
+    class Posing:
+        integers, describe = Features().integers, Features().describe
+
+    with pytest.raises(InputError, match="it must be Features or TangentFeatures"):
+        kind(Posing(), classes=3)
+
+
 def make_network(activation: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(5, 8), activation).eval()
@@ -154,3 +167,19 @@ def test_counts_below_zero(tmp_path) -> None:
         head.learn((x, y - 1), ids=range(9))
     assert len(head) == 0
     assert head.learn((x, y), ids=range(9)) == 9
+
+
+def test_what_commands_say_of_vectors_in_a_folder_with_spaces(tmp_path) -> None:
+    job = write_head_job(tmp_path / "two words", model=None)
+    place = shlex.quote(str(job))
+    shown = call("plan", "--epsilon", "1", "--delta", "1e-5", "--job", job).stdout
+    assert "The inputs are vectors, so a head" in " ".join(shown.split())
+    assert "network is public" not in shown
+    assert "".join(place.split()) in "".join(shown.split())
+    done = call("learn", job, "--out", tmp_path / "my state")
+    assert done.returncode == 0, done.stderr
+    hints = [line.split(": ", 1)[1] for line in done.stdout.splitlines() if " with: " in line]
+    words = [shlex.split(hint) for hint in hints]
+    assert words[0][:5] == ["expunge", "learn", str(job), "--out", str(tmp_path / "my state")]
+    assert Path(words[1][2]).name == "my state"
+    assert words[1][3:] == ["forget.txt", "--out", "release-2"]

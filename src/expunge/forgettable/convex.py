@@ -29,7 +29,7 @@ from expunge.certificates.certificate import Certificate
 from expunge.certificates.identifiers import Commitment, commit
 from expunge.certificates.record import NO_NOISE, Run
 from expunge.errors import InputError, UnlearningError
-from expunge.forgettable.features import Features
+from expunge.forgettable.features import Features, check_features
 from expunge.forgettable.losses import Loss, check_loss, check_targets
 from expunge.forgettable.memory import Memory, Request, Targets
 from expunge.forgettable.released import HeadModel, Weights, hash_head, write_record
@@ -75,7 +75,7 @@ class ConvexHead:
         state: str | Path | None = None,
         key: bytes | None = None,
     ) -> None:
-        self.features = features
+        self.features = check_features(features)
         self.loss: Loss = check_loss(loss)
         self.recipe = ConvexHeadRecipe(weight_decay=weight_decay, tolerance=tolerance)
         targets = Targets(classes, outputs, target_scale)

@@ -186,6 +186,13 @@ class Features:
         return self._passed[key]
 
 
+def check_features(features: object) -> Features:
+    """Nothing else may stand where a certificate says how features were computed."""
+    if not isinstance(features, Features):
+        raise InputError.of("features", features, "Features or TangentFeatures")
+    return features
+
+
 def _name_shape(x: Tensor) -> tuple[object, ...]:
     return tuple(x.shape[1:]), x.dtype, torch.get_num_threads()
 

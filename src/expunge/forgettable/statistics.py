@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from expunge.certificates.record import Run, Statistics
 from expunge.errors import InputError, UnlearningError
-from expunge.forgettable.features import Features
+from expunge.forgettable.features import Features, check_features
 from expunge.forgettable.memory import Memory, Targets
 from expunge.forgettable.released import HeadModel, Weights, check_inputs, hash_head, write_record
 from expunge.forgettable.ridge import solve_ridge
@@ -81,7 +81,7 @@ class StatisticsHead:
         state: str | Path | None = None,
         key: bytes | None = None,
     ) -> None:
-        self.features = features
+        self.features = check_features(features)
         self.candidates = _check_candidates(regularisation)
         settings = {"head": "exact-statistics", "regularisation": list(self.candidates)}
         targets = Targets(classes, outputs, target_scale)
