@@ -108,6 +108,7 @@ class Shards:
     Formal guarantee: after any sequence of ``learn`` and ``forget`` every constituent is, bit for
     bit on one machine, that of a fresh training on the examples that are held.
 
+    >>> import torch
     >>> x, y = torch.eye(4).repeat(6, 1), torch.arange(24) % 2
     >>> ids = [f"user-{i}" for i in range(24)]
     >>> make = lambda: Shards(lambda: torch.nn.Linear(4, 2), shards=2, slices=2, seed="public",
