@@ -112,6 +112,7 @@ def rename_for_transformers(name: str) -> str:
     return ".".join([place, "layer", str(int(part[-1]) - 1), kind, *tail])
 
 
+@pytest.mark.slow
 def test_resnet18_is_the_one_of_transformers() -> None:
     import transformers
 

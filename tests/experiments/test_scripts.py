@@ -126,6 +126,7 @@ def test_versions_are_what_they_say(smoke: Path) -> None:
     assert noise["printed"] == noise["certified"] == noise["centre"]
 
 
+@pytest.mark.slow
 def test_the_results_page_is_what_the_results_say() -> None:
     assert "up to date" in run_script("results_page", "--check")
 

@@ -169,7 +169,7 @@ def test_a_block_that_is_too_long_would_not_be_exact() -> None:
     assert add_rows(phi, np.ones((1040, 1), int), 2047).gram[0, 1] == 1040 * 2047 * 2046
 
 
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "2"])
 def test_other_processes_and_thread_counts_give_this_digest(threads: str) -> None:
     code = (
         "import numpy as np\n"
@@ -467,7 +467,7 @@ print(live(killed).digest() == live(calm).digest())
 """
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
     """The same life, killed again and again, and lived once more: the undisturbed state."""
     folders = [str(tmp_path / "calm"), str(tmp_path / "killed")]

@@ -165,7 +165,10 @@ def test_in_sequence_what_is_done_is_kept_and_what_failed_is_tried_again(tmp_pat
     verify(bad.parent / "run" / "certificate.json")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow), (signal.SIGINT, 130)],
+)
 def test_a_stopped_sequence_goes_on_where_it_was(tmp_path: Path, number: int, code: int) -> None:
     paths = write_jobs(tmp_path, 3, waiting=1)
     process = subprocess.Popen(

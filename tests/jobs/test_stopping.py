@@ -61,6 +61,7 @@ def test_ctrl_c_leaves_a_run_that_can_be_resumed(tmp_path: Path) -> None:
     assert not (tmp_path / WORK).exists()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
     path = write_job(tmp_path, method={"steps": 200}, output={"checkpoint_seconds": 0.2})
     process = start("unlearn", path, STEP_SECONDS="0.1")
