@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from expunge import (
     Certificate,
+    CertificateError,
     InputError,
     Run,
     RunRecord,
@@ -404,3 +405,50 @@ def test_a_record_that_calls_touched_constituents_untouched(chain: Path) -> None
         certify(short, delta=1e-5, parent=parent)
     with pytest.raises(UnlearningError, match="shards is missing"):
         certify(replace(record, shards=None), delta=1e-5, parent=parent)
+
+
+def test_a_tensor_put_into_the_released_model(tmp_path: Path) -> None:
+    ensemble = make()
+    learn(ensemble)
+    run = ensemble.forget(["user-4"])
+    certificate = certify(run.record, delta=1e-5)
+    run.model.constituents.register_buffer("old", make_data()[0][4])
+    with pytest.raises(UnlearningError, match="not the weights the certificate is about"):
+        write_run(tmp_path / "run", model=run.model, record=run.record, certificate=certificate)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("how", ["added", "removed", "renamed", "beside"])
+def test_tensors_added_removed_or_renamed_in_the_file(
+    chain: Path, tmp_path: Path, how: str
+) -> None:
+    held = safetensors.torch.load_file(chain / "two" / "model.safetensors")
+    first = min(held)
+    match how:
+        case "added":
+            held["constituents.7.old"] = make_data()[0][4]
+        case "removed":
+            del held[first]
+        case "renamed":
+            held[first + "_"] = held.pop(first)
+        case "beside":
+            held["old"] = make_data()[0][4]
+    save_weights(tmp_path / "model.safetensors", held, None)
+    with pytest.raises((VerificationError, CertificateError), match="constituent"):
+        verify(chain / "two" / "certificate.json", tmp_path / "model.safetensors")
+
+
+def test_a_target_that_is_no_number_is_refused_before_it_is_kept(tmp_path: Path) -> None:
+    """Kept, it would make every later training diverge, and no request could be answered."""
+    state = tmp_path / "state"
+    options = OPTIONS | {"loss_fn": nn.functional.mse_loss, "combination": "logits"}
+    ensemble = Shards(lambda: nn.Linear(16, 1), state=state, **options)
+    x, _, ids = make_data()
+    y = x[:, :1].clone()
+    ensemble.learn((x, y), ids=ids)
+    before = {p: p.read_bytes() for p in state.rglob("*") if p.is_file()}
+    y[3] = torch.nan
+    with pytest.raises(InputError, match="targets of row 3 are not finite"):
+        ensemble.learn((x, y), ids=[f"late-{name}" for name in ids])
+    assert {p: p.read_bytes() for p in state.rglob("*") if p.is_file()} == before
+    assert ensemble.forget(["user-4"]).model(x).shape == (45, 1)

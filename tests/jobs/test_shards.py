@@ -253,7 +253,8 @@ def list_checkpoints(state: Path) -> dict[str, bytes]:
 
 def test_a_worker_trains_a_shard_in_a_folder_of_its_own(tmp_path: Path) -> None:
     """Without a cluster: what comes back is what training here writes."""
-    ray_pickle = pytest.importorskip("cloudpickle")
+    from ray import cloudpickle as ray_pickle
+
     own = import_own(write_shards_job(tmp_path).parent)
     options = {name: value for name, value in METHOD.items() if name != "name"} | OPTIONS
     x, y = own.load()["train"].tensors

@@ -130,11 +130,11 @@ def read_examples(assignment: Assignment, data: Any, ids: Sequence[str]) -> Exam
     inputs, targets = (torch.as_tensor(part).detach().cpu().contiguous() for part in data)
     if len(ids) != len(inputs):
         raise InputError.of("ids", len(ids), f"one identifier per example: {len(inputs)}")
-    if inputs.is_floating_point():
-        finite = torch.isfinite(inputs.reshape(len(inputs), -1)).all(dim=1)
+    for what, given in (("inputs", inputs), ("targets", targets)):
+        finite = torch.isfinite(given.reshape(len(given), -1)).all(dim=1)
         if not bool(finite.all()):
             row = int(torch.nonzero(~finite)[0])
-            raise InputError(f"inputs of row {row} are not finite; every number must be")
+            raise InputError(f"{what} of row {row} are not finite; every number must be")
     known = {identifier: assignment.name(identifier) for identifier in set(ids)}
     raw = bytearray(b"".join(known[identifier] for identifier in ids))
     names = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
