@@ -202,7 +202,9 @@ def test_a_release_is_certified_verified_and_chained(tmp_path: Path) -> None:
     assert two.shards.trained_from.count(0) == 2
     assert "narrows down" in " ".join(two.scope.not_covered)
     page = (tmp_path / "two" / "report.html").read_text()
-    assert "ensemble" in page
+    assert "was trained again without them" in page
+    assert "old model.</p>" not in page, "untouched constituents are the old model's"
+    assert "from runs that never saw the forget set." in " ".join(two.statement().split())
 
     plain = json.loads((tmp_path / "two" / "certificate.json").read_bytes())
     touched = next(k for k, f in enumerate(plain["shards"]["trained_from"]) if f)

@@ -401,7 +401,7 @@ def write_statement(certificate: CertificateWire) -> str:
         f"Reference: {name_reference(c)}.",
         f"Theorem: {c.theorem}.",
         f"At most {chance} of runs can differ, in any way, from runs that never saw "
-        f"{'the forget set' if c.recipe.method in TRAINING_METHODS else 'the old model'}.",
+        f"{_name_unseen(c)}.",
         "",
         f"Method: {METHOD_WORDS[c.recipe.method]}; {_count_steps(c)} on {c.parameters} parameters.",
         f"Forget set: {_name_set(c.data.forget)}. Retained set: {_name_set(c.data.retain)}.",
@@ -425,6 +425,12 @@ def write_statement(certificate: CertificateWire) -> str:
         f"- or {c.scope.void_if[-1]}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _name_unseen(certificate: CertificateWire) -> str:
+    """What the reference never saw: untouched constituents of shards *are* the old model's."""
+    trains = certificate.recipe.method in (*TRAINING_METHODS, "shards")
+    return "the forget set" if trains else "the old model"
 
 
 def list_facts(certificate: CertificateWire) -> dict[str, Any]:
