@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TESTS ?=
 
-.PHONY: demo test test-slow check bench paper clean
+.PHONY: demo test test-slow check bench auditor paper clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships with a dependency
@@ -23,11 +23,14 @@ check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothi
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 	$(BIN)/python -m pytest -q -n 0 tests/whole/test_surface.py
 
 bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json
 	$(BIN)/python -m benchmarks.run
+
+auditor: $(VENV)/.development  ## what an auditor installs, from the wheel: no torch; its size
+	$(BIN)/python -m benchmarks.auditor
 
 paper: $(VENV)/.development  ## every table and figure of the paper; finished runs are not run again
 	$(BIN)/python experiments/train_reference.py --task mnist

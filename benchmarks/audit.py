@@ -38,7 +38,9 @@ def compare_recipe(name: str, recipe: GradientClipping | ModelClipping) -> dict[
     def plain() -> None:
         for row in range(PLAIN):
             model = Trials(starts[row : row + 1])
-            unlearn(model, data, recipe, loss_fn=adversary.loss, noise=SeededNoise(row))
+            unlearn(
+                model, data, recipe, loss_fn=adversary.loss, noise=SeededNoise(row), centre="zero"
+            )
 
     times = measure({"stack": stack, "plain": plain}, repeats=5)
     return compare(

@@ -58,7 +58,7 @@ def _time_steps(model: nn.Module, batch: Any, steps: int, noise: Noise | None) -
     plain SGD."""
     recipe = _recipe(steps, plain=noise is None)
     start = time.perf_counter()
-    unlearn(model, [batch], recipe, loss_fn=cross_entropy, noise=noise)
+    unlearn(model, [batch], recipe, loss_fn=cross_entropy, noise=noise, centre="zero")
     return (time.perf_counter() - start) / steps
 
 

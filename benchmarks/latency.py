@@ -42,7 +42,9 @@ def run() -> list[dict[str, Any]]:
 def _make_run(directory: Path) -> Path:
     model = nn.Linear(784, 5)
     recipe = OutputPerturbation(start_clip=0.01, noise_std=0.08)
-    done = unlearn(model, [(torch.zeros(1, 784), torch.zeros(1))], recipe, noise=SeededNoise(0))
+    done = unlearn(
+        model, [(torch.zeros(1, 784), torch.zeros(1))], recipe, noise=SeededNoise(0), centre="zero"
+    )
     certificate = certify(done.record, delta=1e-5)
     return write_run(directory, model=done.model, record=done.record, certificate=certificate)
 

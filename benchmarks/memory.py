@@ -38,7 +38,7 @@ def forget(size):
     model = torch.nn.Linear(size // 1000, 1000, bias=False)
     batch = torch.ones(1, size // 1000), torch.zeros(1, dtype=torch.long)
     before = peak()
-    unlearn(model, [batch], recipe, loss_fn=cross_entropy, noise=SeededNoise(0))
+    unlearn(model, [batch], recipe, loss_fn=cross_entropy, noise=SeededNoise(0), centre="zero")
     return (peak() - before) / (4 * size)
 forget(10_000)
 print(json.dumps(forget(size)))

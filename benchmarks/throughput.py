@@ -137,7 +137,7 @@ def _unlearn(setting: Setting) -> Case:
     loader = Batches(
         setting.data.inputs, setting.data.targets, batch_size=BATCH, generator=generator
     )
-    return lambda: unlearn(model, loader, recipe, loss_fn=cross_entropy)
+    return lambda: unlearn(model, loader, recipe, loss_fn=cross_entropy, centre="zero")
 
 
 def _time_first(case: Case) -> float:

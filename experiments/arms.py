@@ -10,6 +10,8 @@ gradient-clipping      printed               (its true ε is beside its results)
 model-clipping         printed
   … each of the three  certified             all radii rescaled by one factor, with the same noise,
                                              so that the labelled ε is true
+  … each of the three  initialisation        certified too, around a fresh initialisation, with the
+                                             radii of expunge.plan
   … each of the three  centre                the printed run started at the centre: it never sees
                                              the old model
 dp-sgd                 certified             DP-SGD with group privacy from the start
@@ -25,13 +27,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from expunge import GradientClipping, ModelClipping, OutputPerturbation, calibrate, guarantee
+from expunge import (
+    GradientClipping,
+    ModelClipping,
+    OutputPerturbation,
+    calibrate,
+    guarantee,
+    plan,
+)
 
 PRINTED = Path(__file__).parent.parent / "tests" / "data"
 DELTA = 1e-5
 Noisy = OutputPerturbation | GradientClipping | ModelClipping
 Method = Literal["retrain", "output-perturbation", "gradient-clipping", "model-clipping", "dp-sgd"]
-Version = Literal["own", "gaussian", "printed", "certified", "centre"]
+Version = Literal["own", "gaussian", "printed", "certified", "centre", "initialisation"]
 RECIPES: dict[str, type[Noisy]] = {
     "output-perturbation": OutputPerturbation,
     "gradient-clipping": GradientClipping,
@@ -100,6 +109,15 @@ def make_recipe(arm: Arm, task: str, budget: float, parameters: int) -> Noisy:
     return (
         certify_radii(printed, arm.epsilon, parameters) if arm.version == "certified" else printed
     )
+
+
+@functools.cache
+def plan_recipe(arm: Arm, parameters: int, scale: float) -> Noisy:
+    """The recipe of a plan that leaves noise of this scale, true at the labelled ε."""
+    made = plan(epsilon=arm.epsilon, delta=DELTA, parameters=parameters, scale=scale)
+    found = next(c.recipe for c in made.candidates if c.method == arm.method)
+    assert isinstance(found, Noisy)
+    return found
 
 
 def certify_radii(recipe: Noisy, epsilon: float, parameters: int) -> Noisy:

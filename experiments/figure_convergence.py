@@ -112,6 +112,7 @@ def make_net(
         recipe,
         loss_fn=nn.functional.cross_entropy,
         noise=SeededNoise(seed),
+        centre="zero",
         start="centre" if arm.version == "centre" else "model",
         forget_ids=forget.ids,
         on_step=lambda t, net: report(net, t) if t in (1, 10, 20, recipe.steps) else None,

@@ -19,10 +19,25 @@ COLOURS = {
     "model-clipping": "#009E73",
     "dp-sgd": "#CC79A7",
 }
-DASHES = {"own": "-", "printed": "-", "certified": "--", "centre": ":", "gaussian": "-."}
-MARKERS = {"own": "o", "printed": "s", "certified": "^", "centre": "x", "gaussian": "D"}
+DASHES = {
+    "initialisation": "-",
+    "own": "-",
+    "printed": "-",
+    "certified": "--",
+    "centre": ":",
+    "gaussian": "-.",
+}
+CONTROLS = ("centre", "gaussian")
+MARKERS = {
+    "initialisation": "*",
+    "own": "o",
+    "printed": "s",
+    "certified": "^",
+    "centre": "x",
+    "gaussian": "D",
+}
 EPSILON_COLOURS = {0.1: "#D55E00", 1.0: "#0072B2", 10.0: "#56B4E9"}
-WIDTH, HEIGHT = 3.4, 2.6
+WIDTH, HEIGHT = 5.0, 2.6
 
 
 def draw_lines(
@@ -51,16 +66,62 @@ def draw_lines(
             axes.set_xscale("log")
         axes.set(title=title, xlabel=horizontal, ylabel=vertical)
         axes.grid(alpha=0.25, linewidth=0.4)
-        axes.legend(fontsize=5.5, frameon=False)
-        for file in files:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            metadata = {"Date": None} if file.suffix == ".svg" else {}
-            figure.savefig(file, dpi=220, metadata=metadata)
-        plt.close(figure)
+        axes.legend(fontsize=5.5, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        save_figure(figure, files)
+
+
+def draw_points(
+    points: Mapping[str, Sequence[tuple[float, float, float, str]]],
+    *,
+    lighter: Iterable[str],
+    title: str,
+    horizontal: str,
+    vertical: str,
+    files: Iterable[Path],
+) -> None:
+    """One panel of (x, mean, spread, word) joined by name, with its legend beside the axes.
+
+    The x axis is logarithmic with plain numbers; x = 0 stands at its left end. What is ``lighter``
+    is drawn so, and behind.
+    """
+    faded, colours = set(lighter), plt.get_cmap("tab20").colors  # pyright: ignore
+    shown = [x for line in points.values() for x, *_ in line if x > 0]
+    least = min(shown, default=1.0) / 2
+    with plt.rc_context({"font.size": 7, "axes.spines.top": False, "axes.spines.right": False}):
+        figure, axes = plt.subplots(figsize=(6.8, 1.3 * HEIGHT), layout="constrained")
+        for number, (name, line) in enumerate(points.items()):
+            light = name in faded
+            x = [max(seconds, least) for seconds, *_ in line]
+            mean, spread = [m for _, m, *_ in line], [s for _, _, s, _ in line]
+            axes.errorbar(
+                x, mean, yerr=spread, label=name, color=colours[number % 20],
+                marker="x" if light else "os^Dv"[number % 5], markersize=3, linewidth=0.8,
+                linestyle=":" if light else "-", alpha=0.35 if light else 1.0,
+                zorder=1 if light else 2,
+            )  # fmt: skip
+            for at, height, (_, _, _, word) in zip(x, mean, line, strict=True):
+                if not light:
+                    axes.annotate(word, (at, height), fontsize=4, xytext=(2, 2),
+                                  textcoords="offset points")  # fmt: skip
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+        axes.set(title=title, xlabel=horizontal, ylabel=vertical)
+        axes.grid(alpha=0.25, linewidth=0.4)
+        axes.legend(fontsize=5.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        save_figure(figure, files)
+
+
+def save_figure(figure: Any, files: Iterable[Path]) -> None:
+    """Write a figure in every format asked for, and close it."""
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        metadata = {"Date": None} if file.suffix == ".svg" else {}
+        figure.savefig(file, dpi=220, metadata=metadata)
+    plt.close(figure)
 
 
 def style_arm(method: str, version: str) -> dict[str, Any]:
-    """Colour by method, dashes and marker by version.
+    """Colour by method, dashes and marker by version; controls are lighter than the routes.
 
     >>> style_arm("retrain", "own")["marker"]
     'o'
@@ -69,4 +130,5 @@ def style_arm(method: str, version: str) -> dict[str, Any]:
         "color": COLOURS[method],
         "linestyle": DASHES[version],
         "marker": MARKERS[version],
+        "alpha": 0.45 if version in CONTROLS else 1.0,
     }

@@ -47,6 +47,8 @@ class Setting:
 SETTINGS = {
     "mnist": Setting(30, 0.06),
     "cifar10": Setting(100, 0.1),
+    "cifar100": Setting(30, 0.1),
+    "crossed_cifar10": Setting(100, 0.1),
     "transfer_cifar10": Setting(100, 0.1),
     "transfer_cifar100": Setting(100, 0.1),
     "features_mnist": Setting(100, 0.1),
@@ -69,12 +71,13 @@ class Problem:
     build: Callable[[int], nn.Module]
     setting: Setting
     forget_seed: int = 0
+    forget_count: int | None = None
 
     @functools.cached_property
     def parts(self) -> tuple[Samples, Samples]:
-        """(retain, forget): a random tenth of the identifiers, with all of their samples."""
+        """(retain, forget): ``forget_count`` random identifiers or a tenth, with their samples."""
         order = debian.order_names(self.train.ids, self.forget_seed)
-        gone = order[: round(FORGET_FRACTION * len(order))]
+        gone = order[: self.forget_count or round(FORGET_FRACTION * len(order))]
         return tuple(debian.take_names(self.train, part) for part in (order[len(gone) :], gone))
 
 
@@ -86,6 +89,11 @@ def load_problem(name: str, root: Path | None = None) -> Problem:
             return _make(name, mnist.load(root, validation=0), networks.mnist_net)
         case "cifar10":
             return _make(name, cifar.load("cifar10", root, validation=0), networks.cifar_net)
+        case "cifar100":
+            net = functools.partial(networks.cifar_net, 100)
+            return _make(name, cifar.load("cifar100", root, validation=0), net)
+        case "crossed_cifar10":
+            return _cross(load_problem("cifar100", root), load_problem("cifar10", root))
         case "digits":
             return _make(name, digits.load(), networks.digits_net, held=50)
         case "features_mnist":
@@ -118,6 +126,24 @@ def load_problem(name: str, root: Path | None = None) -> Problem:
 def _make(name: str, task: Task, net: Callable[..., nn.Module], held: int = 2_000) -> Problem:
     validation, test = split_validation(task.test, len(task.test) - held)
     return Problem(name, task.train, validation, test, task.normalise, _seeded(net), SETTINGS[name])
+
+
+def _cross(public: Problem, private: Problem) -> Problem:
+    """CIFAR-10 by what the paper's network learned on CIFAR-100: 64 channels at 2 x 2 places."""
+    backbone = nn.Sequential(
+        *list(load_model(public, 0).children())[:6], nn.AdaptiveAvgPool2d(2), nn.Flatten()
+    ).eval()
+    assert public.prepare is not None
+    prepare = public.prepare
+
+    def extract(samples: Samples) -> Samples:
+        with torch.no_grad():
+            found = [backbone(prepare(part)) for part in samples.inputs.split(500)]
+        return _rescale(Samples(torch.cat(found), samples.targets, samples.ids))
+
+    parts = [extract(part) for part in (private.train, private.validation, private.test)]
+    head = functools.partial(networks.head_net, 256, 10)
+    return Problem("crossed_cifar10", *parts, None, _seeded(head), SETTINGS["crossed_cifar10"])
 
 
 def _seeded(net: Callable[..., nn.Module]) -> Callable[[int], nn.Module]:

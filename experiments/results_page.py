@@ -17,6 +17,8 @@ from typing import Any
 from arms import GAUSSIAN, RETRAIN, Arm
 from figure_budget import FULL, identify, read_entries
 from figure_epsilon import read_entries as read_sweep
+from figure_routes import TASKS as ROUTE_TASKS
+from figure_routes import tabulate_claims as tabulate_route_claims
 from figure_transfer import PRIVATE
 from figure_transfer import REDUCED as TRANSFERRED
 from options import RESULTS
@@ -41,6 +43,9 @@ FRAGMENTS = (
     *(f"search_{task}" for task in ("cifar10", "mnist")),
     *(f"table_variations_{task}" for task in ("cifar10", "mnist")),
     *(f"table_heads_{task}" for task in ("cifar10", "cifar100", "mnist", "debian")),
+    *(f"table_shards_{task}" for task in ("mnist", "cifar10")),
+    *(f"figure_routes_{task}" for task in ROUTE_TASKS if task != "digits"),
+    "table_centre_digits",
     "noise",
 )
 
@@ -50,6 +55,7 @@ def list_blocks(out: Path) -> dict[Path, dict[str, str]]:
     blocks = {name: read_fragment(out / f"{name}.md") for name in FRAGMENTS}
     blocks |= {"claims": tabulate_claims(out), "sizes": tabulate_sizes(out)}
     blocks["head_claims"] = tabulate_head_claims(out)
+    blocks["route_claims"] = tabulate_route_claims(out)
     return {PAGE: blocks, COMPARISON: {"heads": summarise(out)}}
 
 

@@ -27,9 +27,11 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from arms import DELTA, GAUSSIAN, Arm, find_epsilon, make_recipe, measure_noise
+import expunge
+from arms import DELTA, GAUSSIAN, Arm, find_epsilon, make_recipe, measure_noise, plan_recipe
 from expunge import (
     Batches,
+    Initialisation,
     Run,
     SeededNoise,
     certify,
@@ -44,6 +46,7 @@ from problems import Problem, load_model
 RESULTS = Path(__file__).parent / "results"
 Private = Callable[[int], Run]
 SEARCH_SEED = 100
+CERTIFIED = ("certified", "initialisation")
 
 
 @dataclass(frozen=True, order=True)
@@ -211,7 +214,7 @@ def run_part(
         ):
             found = evaluate(model, part.inputs, part.targets, prepare=problem.prepare)
             entry[name] = round(100 * found.accuracy, 3)
-        if case.arm.version == "certified" and isinstance(ended, Run):
+        if case.arm.version in CERTIFIED and isinstance(ended, Run):
             entry |= keep_certificate(ended, case.key, store, case.seed == 0 and case.budget == 1)
         store.add(entry)
 
@@ -240,7 +243,7 @@ def make_start(
     retain, forget = problem.parts
     recipe = _recipe(case, problem, size)
     assert recipe is not None
-    certified = case.arm.version == "certified"  # the others get no certificate that names a set
+    certified = case.arm.version in CERTIFIED  # the others get no certificate that names a set
     loader = Batches(
         retain.inputs,
         retain.targets,
@@ -255,6 +258,7 @@ def make_start(
         recipe,
         loss_fn=nn.functional.cross_entropy,
         noise=SeededNoise(case.seed),
+        centre=_find_centre(case, problem),
         start="centre" if case.arm.version == "centre" else "model",
         forget_ids=forget.ids if certified else None,
     )
@@ -318,7 +322,29 @@ def find_commit() -> str:
 def _recipe(case: Case, problem: Problem, size: int) -> Any:
     if case.arm.method in ("retrain", "dp-sgd"):
         return None
+    if case.arm.version == "initialisation":
+        return plan_recipe(case.arm, size, _measure_start(problem))
     return make_recipe(case.arm, _table(problem), case.row or case.budget, size)
+
+
+def _find_centre(case: Case, problem: Problem) -> Any:
+    """The paper's zero, or the network's own initialisation under a public seed of this run."""
+    if case.arm.version != "initialisation":
+        return "zero"
+    return Initialisation(f"run {case.seed}", functools.partial(_build_afresh, problem))
+
+
+def _build_afresh(problem: Problem) -> nn.Module:
+    """As its own initialisation is drawn, from the global random state."""
+    return problem.build(int(torch.randint(2**62, ()).item()))
+
+
+@functools.cache
+def _measure_start(problem: Problem) -> float:
+    """What noise may be left: a tenth of the smallest layer of any fresh start."""
+    found = expunge.find_scale(problem.build(0), Initialisation(0, lambda: _build_afresh(problem)))
+    assert found is not None
+    return found
 
 
 def _table(problem: Problem) -> str:

@@ -219,7 +219,9 @@ def release(
             options: dict[str, Any] = {"learning_rate": 1.0, "weight_decay": M}
             return train_dpsgd(net, data, recipe, noise=noise, **options).model
         case _:
-            return unlearn(trained, retained, recipe, loss_fn=cross_entropy, noise=noise).model
+            return unlearn(
+                trained, retained, recipe, loss_fn=cross_entropy, noise=noise, centre="zero"
+            ).model
 
 
 def retrain_from_zero(data: Batches, steps: int) -> nn.Module:

@@ -44,7 +44,10 @@ if TYPE_CHECKING:
     from expunge.forgettable.tangent import TangentFeatures
     from expunge.jobs.directory import write_run
     from expunge.jobs.many import Outcome, run_many
+    from expunge.ledger.ledger import Ledger
+    from expunge.noisy.centre import find_scale
     from expunge.noisy.checkpoint import Checkpoint
+    from expunge.noisy.fresh import Initialisation
     from expunge.noisy.noise import SeededNoise, SystemNoise
     from expunge.noisy.run import unlearn
     from expunge.recipes import (
@@ -89,7 +92,9 @@ __all__ = [
     "GradientClipping",
     "GroupDPSGD",
     "Guarantee",
+    "Initialisation",
     "InputError",
+    "Ledger",
     "ModelClipping",
     "NoisyDescent",
     "Outcome",
@@ -115,6 +120,7 @@ __all__ = [
     "certify",
     "commit",
     "evaluate",
+    "find_scale",
     "fine_tune",
     "fine_tune_many",
     "guarantee",
@@ -162,7 +168,10 @@ _HOMES = {
     "forgettable.tangent": ("TangentFeatures",),
     "jobs.directory": ("write_run",),
     "jobs.many": ("Outcome", "run_many"),
+    "ledger.ledger": ("Ledger",),
+    "noisy.centre": ("find_scale",),
     "noisy.checkpoint": ("Checkpoint",),
+    "noisy.fresh": ("Initialisation",),
     "noisy.noise": ("SeededNoise", "SystemNoise"),
     "noisy.run": ("unlearn",),
     "recipes": (
@@ -192,10 +201,20 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("expunge.tasks")
     for home, names in _HOMES.items():
         if name in names:
-            value = getattr(importlib.import_module(f"expunge.{home}"), name)
+            value = getattr(_import(home), name)
             globals()[name] = value
             return value
     raise AttributeError(f"module 'expunge' has no attribute {name!r}")
+
+
+def _import(home: str) -> Any:
+    try:
+        return importlib.import_module(f"expunge.{home}")
+    except ModuleNotFoundError as error:
+        if error.name != "sqlalchemy":
+            raise
+        said = "expunge.Ledger needs SQLAlchemy; pip install 'expunge[ledger]'"
+        raise ModuleNotFoundError(said, name=error.name) from None
 
 
 def __dir__() -> list[str]:

@@ -37,6 +37,8 @@ class InputError(ExpungeError, ValueError):
             shown = repr(value)
         except ValueError:  # a whole number too long for Python to write
             shown = f"a {type(value).__name__} that cannot be shown"
+        if "\n" in shown:
+            shown = f"a {type(value).__name__}"
         return cls(f"{field} is {shown}; it must be {valid}")
 
 
@@ -75,5 +77,6 @@ def describe_error(error: BaseException, own: int = 0) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)[own:]
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    reason = str(error).strip().split("\n")[0]
+    lines = str(error).strip().split("\n")
+    reason = lines[-1] if lines[0].startswith("Caught ") else lines[0]  # of another process
     return f"{type(error).__name__}{f': {reason}' if reason else ''}{where}"

@@ -74,7 +74,8 @@ def synced_together(folder: Path) -> Generator[None]:
         _LATER.reset(token)
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(_sync_file, [path for path in folder.rglob("*") if path.is_file()]))
-    _sync_folder(folder)
+    for place in (*filter(Path.is_dir, folder.rglob("*")), folder):
+        _sync_folder(place)
 
 
 def _sync_file(path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 import numpy as np
 import numpy.typing as npt
 
+from expunge.display import Sheet, round_up
 from expunge.errors import InputError
 
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
@@ -494,6 +495,28 @@ class Guarantee:
     retrained: Bound
     centre: Bound | None
     survival_bound: float | None
+
+    def __str__(self) -> str:
+        return self._summarise().to_text()
+
+    def _repr_html_(self) -> str:
+        return self._summarise().to_html()
+
+    def _summarise(self) -> Sheet:
+        bounds = {"retrained": self.retrained, "centre": self.centre}
+        rows = [
+            (name, *("–" if x is None else round_up(x) for x in (b.epsilon, b.delta, b.mu)))
+            for name, b in bounds.items()
+            if b is not None
+        ]
+        note = f"Theorem: {self.theorem}."
+        if self.survival_bound is not None:
+            note += (
+                f" No event differs by more than {round_up(self.survival_bound, 4)} in probability "
+                "from runs that never saw the forget set."
+            )
+        title = f"Guarantee, compared to {self.compared_to}"
+        return Sheet(title, rows, names=("compared to", "epsilon", "delta", "mu"), note=note)
 
 
 @dataclass(frozen=True)

@@ -47,10 +47,49 @@ def test_the_bound_on_what_survives_is_the_centre_guarantee() -> None:
     assert "at most 8.2 % of runs" in found.advice
 
 
-def test_a_weak_target_lets_the_old_model_matter() -> None:
-    found = plan(epsilon=20.0, delta=1e-5, parameters=20_042)
-    assert not found.restart_is_as_good
-    assert max(c.survival_bound for c in found.candidates) > 0.5
+def test_a_weak_target_lets_the_old_model_matter_only_where_it_is_as_long_as_the_noise() -> None:
+    few = plan(epsilon=20.0, delta=1e-5, parameters=4)
+    assert not few.restart_is_as_good
+    assert "it can matter" in few.advice
+    for epsilon in (8.0, 100.0):
+        many = plan(epsilon=epsilon, delta=1e-5, parameters=20_042)
+        assert max(c.survival_bound for c in many.candidates) > 0.5
+        longest = max(c.kept_norm / c.expected_norm for c in many.candidates[:3])
+        assert f"at most {100 * longest:.3g} % as long as the noise" in many.advice
+        assert many.restart_is_as_good
+        assert "can matter" not in many.advice
+
+
+def test_the_advice_names_the_way_and_its_command() -> None:
+    for epsilon in (1.0, 8.0):
+        advice = plan(epsilon=epsilon, delta=1e-5, parameters=20_042).advice
+        assert 'name = "retraining"' in advice
+        assert '"restart"' in advice
+        assert "expunge unlearn job.toml" in advice
+
+
+def test_retraining_costs_what_it_is_told_or_assumed_to() -> None:
+    assumed = plan(epsilon=1.0, delta=1e-5, parameters=100)
+    assert assumed.candidates[-1].gradient_evaluations == 20 * 50_000
+    assert "20 epochs of 50,000 samples" in assumed.notes[0]
+    told = plan(epsilon=1.0, delta=1e-5, parameters=100, samples=1000, epochs=2.5)
+    assert told.candidates[-1].gradient_evaluations == 2500
+    assert told.notes == ()
+
+
+@pytest.mark.parametrize("steps", [300, 6000])
+def test_where_any_start_is_forgotten_the_radius_stays_sane(steps: int) -> None:
+    given = {"epsilon": 1.0, "delta": 1e-5, "parameters": 20_042}
+    found = plan(**given, steps=steps)
+    recipe = found.candidates[1].recipe
+    noise = found.candidates[1].expected_norm
+    assert recipe.start_clip == pytest.approx(100 * noise)
+    assert recipe.grad_clip > 0
+    assert found.candidates[1].guarantee.epsilon > 0.999
+    assert "any start is forgotten" in found.notes[-1]
+    few = plan(**given, steps=10)
+    assert few.candidates[1].recipe.start_clip < 1
+    assert not any("any start" in note for note in few.notes)
 
 
 def test_default_scale_is_an_initialisation() -> None:
@@ -66,6 +105,8 @@ def test_default_scale_is_an_initialisation() -> None:
         ({"scale": -1.0}, "scale is -1.0"),
         ({"scale": math.inf}, "scale is inf"),
         ({"delta": 2.0}, "delta is 2.0"),
+        ({"samples": 0, "epochs": 1.0}, "samples is 0; it must be a whole number >= 1"),
+        ({"samples": 5, "epochs": 0.0}, "epochs is 0.0"),
         ({"weight_decay": 100.0, "learning_rate": 0.1}, "it must be below 1"),
     ],
 )

@@ -7,6 +7,7 @@ import inspect
 import os
 import random
 import types
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -33,7 +34,7 @@ torch.set_num_threads(1)
 
 
 def go(model=None, batches=None, recipe=GRADIENT, **options):
-    given = {"loss_fn": cross_entropy, "noise": SeededNoise(0)} | options
+    given = {"loss_fn": cross_entropy, "noise": SeededNoise(0), "centre": "zero"} | options
     model = make_mlp() if model is None else model
     return unlearn(model, make_batches() if batches is None else batches, recipe, **given)
 
@@ -140,6 +141,13 @@ def test_an_average_or_teacher_as_frozen_submodule():
         go(model)
     with pytest.raises(UnlearningError, match=r"teacher\.weight.* is not in the public tensors"):
         go(model, public=Holder())
+    with pytest.raises(
+        InputError, match=r"declares teacher\.weight, whose values are those of body"
+    ):
+        go(model, public=["teacher.*"])
+    with torch.no_grad():
+        for p in model.teacher.parameters():
+            p.mul_(0.9)
     declared = go(model, public=["teacher.*"]).record.public
     assert (declared.names, declared.compared) == (("teacher.weight", "teacher.bias"), False)
 
@@ -667,10 +675,11 @@ def test_the_loss_is_a_method_of_the_old_model():
 
 def test_a_loader_that_holds_the_old_model_cannot_reach_the_copy():
     model = make_mlp()
+    hidden = weakref.ref(model)
 
     class Reaching(list):
         def __iter__(self):
-            for p in model.parameters():
+            for p in hidden().parameters():
                 p.detach().fill_(9.0)
             return super().__iter__()
 

@@ -30,29 +30,7 @@ from expunge.forgettable.constituents import _KEY
 from expunge.forgettable.slices import Examples
 from expunge.processes.weights import hash_weights, save_weights
 from expunge.training.train import train
-
-SEED = "a public string"
-OPTIONS = {"seed": SEED, "shards": 3, "slices": 2, "epochs": 2, "learning_rate": 0.1,
-           "batch_size": 4}  # fmt: skip
-
-
-def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def make_data(n: int = 45) -> tuple[Tensor, Tensor, list[str]]:
-    x = torch.randn(n, 16, generator=torch.Generator().manual_seed(0))
-    return x, x[:, :3].argmax(1), [f"user-{i}" for i in range(n)]
-
-
-def learn(ensemble: Shards, keep=lambda name: True) -> None:
-    x, y, ids = make_data()
-    at = [i for i, name in enumerate(ids) if keep(name)]
-    ensemble.learn((x[at], y[at]), ids=[ids[i] for i in at])
-
-
-def make(**options) -> Shards:
-    return Shards(options.pop("build", build), **OPTIONS | options)
+from shard_ensembles import OPTIONS, SEED, build, learn, make, make_data
 
 
 def test_a_requester_who_deletes_what_the_ensemble_says_about_them() -> None:

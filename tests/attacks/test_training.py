@@ -31,7 +31,8 @@ def make_data(count=24, ids=True):
 
 
 def forget(model=None, **options):
-    given = {"loss_fn": LOSS, "noise": SeededNoise(0), "forget_ids": ["f1", "f2"]} | options
+    given = {"loss_fn": LOSS, "noise": SeededNoise(0), "forget_ids": ["f1", "f2"]}
+    given = given | {"centre": "zero"} | options
     return unlearn(make_mlp() if model is None else model, make_data(), GRADIENT, **given)
 
 
@@ -428,7 +429,7 @@ def test_a_model_that_left_the_numbers_is_no_release():
     data = make_data()
     data.inputs[17] = torch.nan
     for epochs in (1, 1.5, 2):
-        with pytest.raises(UnlearningError, match="diverged at batch 3 of epoch 1"):
+        with pytest.raises(UnlearningError, match="batch 3 of epoch 1 holds a number"):
             tune(run, Batches(data.inputs, data.targets, batch_size=8), epochs=epochs)
     with pytest.raises(UnlearningError, match="diverged at batch"):
         fine_tune_many([run], make_data(), seeds=[0], epochs=3, learning_rate=1e30)

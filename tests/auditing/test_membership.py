@@ -172,6 +172,7 @@ def found():
             RECIPE,
             loss_fn=cross_entropy,
             noise=SeededNoise(shadow.seed),
+            centre="zero",
             start=start,
         )
         return learn(run.model, rx, ry)

@@ -298,6 +298,8 @@ def test_a_chain_of_requests(tmp_path) -> None:
     assert any("chained" in sentence for sentence in found[1].scope.covered)
     assert [c.epsilon for c in found] == [found[0].epsilon] * 3
     assert verify(paths[1], parent=paths[0]) == found[1]
+    assert verify(paths[1].parent, parent=paths[0].parent) == found[1], "by their directories"
+    assert verify_chain([path.parent for path in paths]) == found
     with pytest.raises(VerificationError, match="SHA-256 of the parent"):
         verify(paths[2], parent=paths[0])
     with pytest.raises(VerificationError, match="which was not given"):

@@ -188,6 +188,8 @@ BAD = {
     "--epsilon 1 --delta 1e-5": "model_clip is so large against noise_std",
     "plan --epsilon 1 --delta 1e-5 --parameters 0": "parameters is 0; it must be",
     "plan --epsilon 1 --delta 1e-5": "Missing option '--parameters'",
+    "plan --parameters 9": "Missing option '--epsilon'; the noise is planned for a target",
+    "plan --epsilon 1 --delta 1e-5 --parameters 9 --pilot": "--pilot needs --job",
     "remember": "No such command 'remember'",
 }
 

@@ -478,3 +478,26 @@ def test_public_names() -> None:
     assert hash_weights({})
     assert issubclass(VerificationError, expunge.ExpungeError)
     assert Certificate is expunge.Certificate
+
+
+def test_inference_is_mapped_over_constituents_where_shapes_allow() -> None:
+    """Convolutions, batch statistics and dropout in eval mode: one call for all constituents."""
+
+    def make_net() -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(),
+            nn.Linear(64, 3),
+        )  # fmt: skip
+
+    nets = [make_net() for _ in range(3)]
+    for net in nets:
+        net[1].running_mean.normal_()
+    held = {k: dict(net.state_dict()) for k, net in enumerate(nets)}
+    x, ensemble, calls = torch.randn(5, 1, 6, 6), Ensemble(make_net(), held, "logits"), []
+    ensemble.template.register_forward_hook(lambda *_: calls.append(1))
+    mapped = ensemble(x)
+    assert (len(calls), ensemble._mapped) == (1, True), "all three in one call"
+    ensemble._mapped = False
+    assert torch.allclose(mapped, ensemble(x), atol=1e-6)
+    assert len(calls) == 4
+    assert torch.allclose(mapped, torch.stack([net.eval()(x) for net in nets]).mean(0), atol=1e-6)

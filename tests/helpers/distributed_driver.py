@@ -66,7 +66,8 @@ def gather(model) -> torch.Tensor:
 def go(model, recipe=GRADIENT, loader=None, noise=None, **options):
     loader = make_loader() if loader is None else loader
     noise = SeededNoise(1) if noise is None else noise
-    return unlearn(model, loader, recipe, loss_fn=cross_entropy, noise=noise, **options)
+    given = {"loss_fn": cross_entropy, "noise": noise, "centre": "zero"} | options
+    return unlearn(model, loader, recipe, **given)
 
 
 class Drawn:

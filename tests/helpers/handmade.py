@@ -105,6 +105,7 @@ def make_record(recipe: Recipe = GRADIENT, **changes: Any) -> RunRecord:
             checked=True,
         ),
         "checked": True,
+        "start": "model" if noisy else "fresh",
         "device": "cpu",
         "dtype": "float32",
         "created": "2025-11-15T22:00:00+00:00",

@@ -51,9 +51,8 @@ def build_moody():
 
 
 def build_frozen():
-    model = nn.Sequential(make_public(0), nn.Linear(6, 3))
-    model[0].requires_grad_(False)
-    return model
+    head = nn.Linear(6, 3)
+    return nn.Sequential(make_public(0).requires_grad_(False), head)
 
 
 def build_wide():

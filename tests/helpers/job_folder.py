@@ -95,6 +95,18 @@ def load_torn():
     return load() | {"train": Torn(x[:50], y[:50])}
 
 
+class Lost(Rows):
+    def __getitem__(self, i):
+        if i == 40:
+            raise OSError(5, "Input/output error", "/data/40")
+        return super().__getitem__(i)
+
+
+def load_lost():
+    x, y = make()
+    return load() | {"train": Lost(x[:50], y[:50])}
+
+
 def fail():
     raise RuntimeError("the disk of the shop is on fire")
 

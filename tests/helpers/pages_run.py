@@ -1,7 +1,8 @@
 """Documentation that is run: the commands of a page, in order, and what the page says they print.
 
 In a ``console`` block a line that starts with ``$ `` is a command and the lines below it are what
-it prints, where ``...`` stands for anything and a percentage may be a few points off. A block after
+it prints, where ``...`` stands for anything and a percentage, or "29 of 30", may be a few points
+off. A block after
 a line that ends in ``Write `NAME`:`` is that file's content; after ``In `NAME`:`` it is the tables
 of a TOML file that change. Other Python and TOML must stand like that in a file of the example.
 """
@@ -110,9 +111,18 @@ class Shell:
         return out.getvalue()
 
 
+def _share(line: str) -> str:
+    """The line with "29 of 30" as a percentage of 30."""
+    return re.sub(
+        r"\b(\d+) of (\d+)\b",
+        lambda found: f"{100 * int(found[1]) / int(found[2]):.1f} % of {found[2]}",
+        " ".join(line.split()),
+    )
+
+
 def agree(expected: str, line: str) -> bool:
     """Whether a printed line is what the page shows."""
-    pattern, expected, line = "", " ".join(expected.split()), " ".join(line.split())
+    pattern, expected, line = "", _share(expected), _share(line)
     for part in re.split(r"(\.\.\.|\d+(?:\.\d+)? %)", expected):
         if part == "...":
             pattern += ".*"

@@ -129,6 +129,7 @@ def make_real_run(folder: Path, *, epochs: int = 15, signed: bool = True) -> Pat
         run = unlearn(
             old, batches, recipe, loss_fn=nn.functional.cross_entropy, noise=SystemNoise(),
             start=start, forget_ids=forgotten.ids.tolist(), retain_ids=retained.ids.tolist(),
+            centre="zero",
         )  # fmt: skip
         stages.append({"stage": AFTER_NOISE, "arm": arm} | measure(run.model))
         spent = train(run.model, inputs, targets, epochs, 2, follow(f"{arm}, fine-tuned"))

@@ -52,6 +52,7 @@ def run(noise, checkpoint: Path | None, log: Path | None):
         RECIPE,
         loss_fn=cross_entropy,
         noise=noise,
+        centre="zero",
         checkpoint=None if checkpoint is None else Checkpoint(checkpoint, 0.0, resume=True),
         on_step=on_step,
     )

@@ -1,7 +1,6 @@
 """Data split by identifiers: people, not rows."""
 
 import unicodedata
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from expunge.errors import InputError
-from expunge.jobs.data import make_loader, read_ids, split_data
+from expunge.jobs.data import make_loader, split_data
 
 X, Y = torch.arange(12.0).reshape(6, 2), torch.arange(6)
 IDS = ["anna", "bo", "anna", "cleo", "bo", "dan"]
@@ -54,7 +53,7 @@ def test_identifiers_may_be_numbers_of_any_kind_or_positions() -> None:
     ("data", "sentence"),
     [
         ({"train": (X, Y), "ids": IDS[:5]}, "the number of ids is 5; it must be 6"),
-        ({"train": (X, Y), "ids": [True] * 6}, "it must be a text or whole number"),
+        ({"train": (X, Y), "ids": [True] * 6}, "it must be strings or whole numbers"),
         ({"train": (X, Y[:5]), "ids": IDS}, "has 6 inputs and 5 targets"),
         ({"train": (X, Y), "labels": 1}, "returned the key 'labels'"),
         ({"ids": IDS}, "must return a mapping with the key 'train'"),
@@ -72,15 +71,3 @@ def test_an_earlier_request_is_no_request_of_today() -> None:
     splits = split_data({"train": (X, Y), "ids": IDS}, ["anna"], ["cleo", "gone"])
     assert splits.forget.ids == ("anna", "anna")
     assert set(splits.retain.ids) == {"bo", "dan"}
-
-
-def test_lists_are_read_as_text_csv_and_with_repeats(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("\ufeffanna \n\n bo\nanna\n", encoding="utf-8")
-    assert read_ids(tmp_path / "a.txt") == ["anna", "bo"]
-    (tmp_path / "a.csv").write_text("person,row\nanna,1\nbo,2\nanna,3\n")
-    assert read_ids(tmp_path / "a.csv", "person") == ["anna", "bo"]
-    with pytest.raises(InputError, match=r"column of .* is 'name'; it must be one of"):
-        read_ids(tmp_path / "a.csv", "name")
-    (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(InputError, match="cannot be read"):
-        read_ids(tmp_path / "b.txt")

@@ -391,16 +391,19 @@ def test_the_routes_of_a_job(copy: Path, tmp_path: Path) -> None:
     shown = call(*words, copy / "job.toml").stdout
     assert "statistics-head: (0, 0); keeps all that the retained data say" in shown
     assert "next: expunge learn" in shown
-    plain = write_job(tmp_path / "plain")
-    assert "routes" not in succeed(*words, plain)
+    plain = succeed(*words, write_job(tmp_path / "plain"))
+    assert "statistics-head" not in [route["name"] for route in plain["routes"]]
     frozen = write_job(
         tmp_path / "frozen", model={"build": "own.py:build_frozen", "public": "build"}
     )
     shutil.copy(copy / "own.py", tmp_path / "frozen/own.py")
+    (tmp_path / "frozen/forget.txt").write_text("p3\n")
+    trained = {"1.weight": torch.ones(3, 6), "1.bias": torch.zeros(3)}
+    save_file(trained, tmp_path / "frozen/weights.safetensors")
     found = succeed(*words, frozen)
     assert found["parameters"] == 21
-    assert len(found["routes"]) == 2
-    assert "next: expunge init DIR --head" in call(*words, frozen).stdout
+    assert {"statistics-head", "convex-head"} < {route["name"] for route in found["routes"]}
+    assert "expunge init DIR --head" in call(*words, frozen).stdout
 
 
 def test_the_template_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

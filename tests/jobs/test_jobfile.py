@@ -262,7 +262,7 @@ def test_the_settled_recipe_meets_the_target_on_a_real_machine(folder: Path, nam
         "weight_decay = 10.0\nsteps = 20",
         "model-clipping": "model_clip = 0.5\nlearning_rate = 0.01\nweight_decay = 10.0\nsteps = 20",
         "output-perturbation": "start_clip = 0.05",
-        "plan": "steps = 5",
+        "plan": 'choose = "model-clipping"\nsteps = 5',
     }[name]
     start, end = VALID.index("[method]"), VALID.index("[finetune]")
     method = f'[method]\nname = "{name}"\n{parameters}\n'

@@ -9,12 +9,11 @@ import torch
 from safetensors.torch import save_file
 
 from expunge.errors import InputError
+from expunge.jobs.checkpoints import read_metadata, read_weights
 from expunge.jobs.loading import (
     importing_from,
     load_function,
     put_weights,
-    read_metadata,
-    read_weights,
 )
 from job_folder import run, write_job
 

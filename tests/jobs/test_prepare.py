@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from expunge.errors import InputError, UnlearningError
 from expunge.jobs.jobfile import read_job
 from expunge.jobs.loading import importing_from
-from expunge.jobs.prepare import Prepared, prepare, preview_job
+from expunge.jobs.prepare import Prepared, prepare
+from expunge.jobs.preview import preview_job
 from job_folder import write_job
 
 FROZEN = """
@@ -30,7 +31,8 @@ def build():
 
 def write_frozen(folder: Path, **model: object) -> Path:
     """A job whose first layer is frozen, with weights of the second one only."""
-    path = write_job(folder, model={"build": "frozen.py:build"} | model)
+    centre = {"kind": "zero"}  # build() seeds itself
+    path = write_job(folder, model={"build": "frozen.py:build"} | model, centre=centre)
     (folder / "frozen.py").write_text(FROZEN)
     torch.manual_seed(1)
     head = {f"1.{name}": t for name, t in torch.nn.Linear(5, 3).state_dict().items()}

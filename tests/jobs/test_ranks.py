@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from expunge import InputError, VerificationError, verify
 from expunge.certificates.hashing import INDEX
 from expunge.certificates.record import RunRecord
-from expunge.jobs.loading import read_weights
+from expunge.jobs.checkpoints import read_weights
 from expunge.jobs.ranks import check_kind
 from expunge.processes.group import Processes
 from job_folder import call, write_job

@@ -58,6 +58,23 @@ def test_what_the_users_own_code_does_wrong_is_one_sentence(tmp_path: Path, case
     assert list_files(tmp_path) == before
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_that_cannot_be_read_are_one_sentence_and_the_run_can_go_on(
+    tmp_path: Path, workers: int
+) -> None:
+    path = write_job(tmp_path, data={"load": "own.py:load_lost", "workers": workers})
+    sentence = (
+        r"failed in the model or its data: OSError.*\[Errno 5\] Input/output error: '/data/40'"
+    )
+    with pytest.raises(InputError, match=sentence) as caught:
+        run_job(path)
+    assert "\n" not in str(caught.value)
+    if workers == 0:
+        own = tmp_path / "own.py"
+        own.write_text(own.read_text().replace("i == 40", "i == 400"))
+        assert run_job(path, resume=True).certificate.releasable
+
+
 LISTS = {
     "unknown": ("p3\np99\n", r"data\.forget names 1 unknown samples, the first is 'p99'"),
     "nothing": ("\n\n", r"names no identifier"),
@@ -112,7 +129,7 @@ def test_a_torch_file_with_code_in_it_is_not_run(tmp_path: Path) -> None:
 
     path = write_job(tmp_path, model={"weights": "old.pt"})
     torch.save({"weight": Trap()}, tmp_path / "old.pt")
-    with pytest.raises(InputError, match="which cannot be read"):
+    with pytest.raises(InputError, match=r"only by running code of posix\.mkdir"):
         run_job(path)
     assert not (tmp_path / "trapped").exists()
 

@@ -14,7 +14,7 @@ from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import generate_key_pair
 from expunge.certificates.verification import verify
 from expunge.errors import ExpungeError, InputError, UnlearningError
-from expunge.jobs.prepare import preview_job
+from expunge.jobs.preview import preview_job
 from expunge.jobs.run import run_job
 from expunge.reports.metrics import parse_metrics
 from job_folder import call, list_files, run, write_job

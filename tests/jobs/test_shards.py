@@ -48,6 +48,18 @@ def load():
     test = TensorDataset(x[60:], y[60:])
     return {"train": TensorDataset(x[:60], y[:60]), "ids": ids, "test": test}
 
+def load_pilot():
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(1))
+    y = x[:, :3].argmax(1)
+    ids = [f"apart-{i}" for i in range(40)]
+    return {"train": (x[:40], y[:40]), "ids": ids, "test": (x[40:], y[40:])}
+
+def load_overlapping():
+    return load_pilot() | {"ids": [f"p{i}" for i in range(40)]}
+
+def load_untested():
+    return {name: part for name, part in load_pilot().items() if name != "test"}
+
 def load_nan():
     x, y = load()["train"].tensors
     return load() | {"train": (x * float("nan"), y)}
@@ -299,6 +311,45 @@ def test_what_a_request_costs(copy: Path) -> None:
     assert "part of all training that a request repeats" in call(*words).stdout
 
 
+def test_a_pilot_measures_the_price_on_people_who_are_never_learned(tmp_path: Path) -> None:
+    job = write_shards_job(tmp_path, data={"pilot": "own.py:load_pilot"})
+    before = list_files(tmp_path)
+    found = succeed("plan", "--job", job, "--pilot")
+    assert list_files(tmp_path) == before, "a pilot leaves nothing"
+    prices = found["pilot"]["prices"]
+    accuracy = {(price["shards"], price["slices"]): price["test"] for price in prices}
+    assert list(accuracy) == [(1, 1), (2, 2), (4, 1), (4, 4), (8, 1), (8, 4)]
+    assert (found["pilot"]["examples"], found["pilot"]["of"]) == (40, 60)
+    assert accuracy[1, 1] > 60
+    pilot = import_own(tmp_path).load_pilot()
+    own = expunge.Shards(import_own(tmp_path).build, seed="public", shards=2, slices=2, **OPTIONS)
+    own.learn(pilot["train"], ids=pilot["ids"])
+    x, y = pilot["test"]
+    right = (own.release().model(x).argmax(1) == y).double().mean()
+    assert accuracy[2, 2] == pytest.approx(100 * float(right))
+    told = " ".join(call("plan", "--job", job, "--pilot").stdout.split())
+    assert "minus whole" in told
+    assert "Whoever is learned was not looked at" in told
+    assert "pilot" not in succeed("plan", "--job", job), "only if asked"
+
+
+@pytest.mark.parametrize(
+    ("pilot", "sentence"),
+    [
+        (None, "data.pilot is missing, which --pilot needs"),
+        ("own.py:load_overlapping", "data.pilot returned 'p0' (30 in all), which data.load"),
+        ("own.py:load_untested", "data.pilot must return 'test'"),
+        ("own.py:nothing", "data.pilot returned a int; it must return a mapping"),
+    ],
+)
+def test_a_pilot_that_sees_whom_the_job_learns_is_refused(
+    tmp_path: Path, pilot: str | None, sentence: str
+) -> None:
+    done = call("plan", "--job", write_shards_job(tmp_path, data={"pilot": pilot}), "--pilot")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert sentence in " ".join(done.stderr.split())
+
+
 def test_the_template_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("init", "mine", "--shards").returncode == 0
@@ -309,3 +360,4 @@ def test_the_template_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert (told["certificate"]["epsilon"], told["examples"]) == (0, 1396)
     done = call("verify", "release-2", "--retrain", "state")
     assert done.returncode == 0, done.stderr
+    assert "was compared with nothing: give --parent" in done.stdout

@@ -30,7 +30,7 @@ def go(recipe, model=None, batches=None, noise=None, **options):
         recipe,
         loss_fn=cross_entropy,
         noise=SeededNoise(0) if noise is None else noise,
-        **options,
+        **({"centre": "zero"} | options),
     )
 
 
@@ -147,7 +147,9 @@ def test_noise_in_the_weights_is_what_the_trace_says(recipe):
     still = recipe
     if not isinstance(recipe, OutputPerturbation):
         still = replace(recipe, weight_decay=0.0, model_clip=1e9)
-    run = unlearn(model, make_batches(), still, loss_fn=flat_loss, noise=SeededNoise(2))
+    run = unlearn(
+        model, make_batches(), still, loss_fn=flat_loss, noise=SeededNoise(2), centre="zero"
+    )
     sigma = math.sqrt(sum(level**2 for level in levels))
     x = flatten(run.model).numpy() / sigma
     assert stats.kstest(x, "norm").pvalue > 1e-3

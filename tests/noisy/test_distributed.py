@@ -170,7 +170,7 @@ def make_record(**more):
     from expunge.noisy.run import unlearn
 
     recipe = OutputPerturbation(start_clip=0.5, noise_std=1.5)
-    record = unlearn(torch.nn.Linear(2, 2), [], recipe, noise=SeededNoise(0)).record
+    record = unlearn(torch.nn.Linear(2, 2), [], recipe, noise=SeededNoise(0), centre="zero").record
     return RunRecord.from_dict(record.to_dict() | more)
 
 

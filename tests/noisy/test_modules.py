@@ -12,6 +12,7 @@ from torch.nn.functional import avg_pool2d, cross_entropy, relu
 from engine import equal, public_part, without_onednn
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, certify
 from expunge.errors import UnlearningError
+from expunge.noisy.fresh import Initialisation
 from expunge.noisy.noise import SeededNoise
 from expunge.noisy.run import unlearn
 from expunge.processes.weights import hash_weights, save_weights
@@ -116,7 +117,7 @@ def make_images(count=4):
     return [(x, torch.arange(count) % 3)]
 
 
-def make_gpt2():
+def make_gpt2(seed=0):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -128,8 +129,10 @@ def make_gpt2():
         bos_token_id=0,
         eos_token_id=0,
     )
+    if seed is None:
+        return GPT2LMHeadModel(config)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return GPT2LMHeadModel(config)
 
 
@@ -157,9 +160,9 @@ def check(run, model, fresh):
 @pytest.mark.parametrize("name", BUILDERS)
 def test_module(name, recipe, tmp_path):
     model = build(name)
-    run = unlearn(
-        model, make_images(), recipe, loss_fn=cross_entropy, public=public_part(build(name))
-    )
+    given = {"loss_fn": cross_entropy, "public": public_part(build(name))}
+    centre = "zero" if name == "weight-norm" else "initialisation"
+    run = unlearn(model, make_images(), recipe, centre=centre, **given)
     check(run, model, build(name))
     save_weights(tmp_path / "model.safetensors", run.model.state_dict())
     from safetensors.torch import load_file
@@ -211,7 +214,8 @@ def test_frozen_batch_norm_keeps_its_public_statistics():
 @pytest.mark.parametrize("recipe", RECIPES, ids=["gradient", "model", "output"])
 def test_gpt2_with_its_own_loss(recipe):
     model = make_gpt2()
-    run = unlearn(model, make_text(), recipe)
+    build = Initialisation(build=lambda: make_gpt2(None))
+    run = unlearn(model, make_text(), recipe, centre=build)
     check(run, model, make_gpt2())
     assert run.model.lm_head.weight is run.model.transformer.wte.weight
 
@@ -219,7 +223,7 @@ def test_gpt2_with_its_own_loss(recipe):
 def test_gpt2_in_bfloat16():
     model = make_gpt2().to(torch.bfloat16)
     with without_onednn():
-        run = unlearn(model, make_text(), GRADIENT)
+        run = unlearn(model, make_text(), GRADIENT, centre="zero")
     check(run, model, make_gpt2().to(torch.bfloat16))
     assert run.record.dtype == "bfloat16"
 

@@ -36,7 +36,7 @@ def go(recipe, path, *, stop=None, model=None, noise=None, resume=False, **optio
         noise=SeededNoise(0) if noise is None else noise,
         checkpoint=Checkpoint(path, 0.0, resume),
         on_step=on_step,
-        **options,
+        **({"centre": "zero"} | options),
     )
 
 
@@ -162,6 +162,7 @@ def test_resumed_run_sees_the_rest_of_a_shuffled_pass(tmp_path):
                 GRADIENT,
                 loss_fn=loss,
                 noise=SeededNoise(0),
+                centre="zero",
                 checkpoint=Checkpoint(path, 0.0, resume),
                 on_step=on_step,
             )

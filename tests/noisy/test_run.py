@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 
 
 def go(model=None, batches=None, recipe=GRADIENT, **options) -> Run:
-    given = {"loss_fn": cross_entropy, "noise": SeededNoise(0)} | options
+    given = {"loss_fn": cross_entropy, "noise": SeededNoise(0), "centre": "zero"} | options
     model = make_mlp() if model is None else model
     return unlearn(model, make_batches() if batches is None else batches, recipe, **given)
 

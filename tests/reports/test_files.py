@@ -131,7 +131,7 @@ def test_models_built_to_forget_have_a_page(tmp_path: Path, kind: Any) -> None:
     page = Page(render_report(run.record, certificate))
     assert page.problems == []
     words = " ".join(page.text.split())
-    assert "2 identifiers, with 4 examples, were to be forgotten" in words
+    assert "2 people, with 4 samples, were to be forgotten" in words
     assert METHOD_WORDS[certificate.recipe.method] in words
     assert certificate.statistics is not None
     assert certificate.statistics.digest in words

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expunge.errors import ExpungeError, InputError
-from expunge.jobs.data import read_ids
+from expunge.jobs.lists import read_ids
 from expunge.tasks import digits
 from expunge.tasks.samples import Samples, normalise, number_ids, split_forget, split_validation
 
@@ -110,7 +110,7 @@ def test_identifiers_are_read_from_files(tmp_path: Path) -> None:
         ({"fraction": 1.0}, "fraction is 1.0"),
         ({"fraction": -0.1}, "fraction is -0.1"),
         ({"fraction": float("nan")}, "fraction is nan"),
-        ({"fraction": 0.01}, "the forget set is empty; it must hold 1 to 11 samples"),
+        ({"fraction": 0.01}, "the forget set is empty; it must hold 1 to 11 of the people"),
         ({"fraction": 0.99}, "holds all 12 samples; at least one must be retained"),
         ({"seed": -1}, "seed is -1; it must be an integer >= 0"),
         ({"seed": 0.5}, "seed is 0.5"),
@@ -125,10 +125,17 @@ def test_bad_forget_sets_are_one_sentence(choice, sentence: str) -> None:
 
 
 def test_an_identifier_is_kept_or_forgotten_as_a_whole() -> None:
-    samples = make_samples(4)
-    shared = Samples(samples.inputs, samples.targets, samples.ids[[1, 1, 1, 1]])
-    with pytest.raises(InputError, match="'toy/train/00001' stands on samples that are kept and"):
-        split_forget(shared, 0.5)
+    samples = make_samples(40)
+    shared = Samples(samples.inputs, samples.targets, samples.ids[np.arange(40) % 10])
+    retain, forget = split_forget(shared, 0.3, seed=4)
+    assert (len(set(retain.ids)), len(set(forget.ids))) == (7, 3)
+    assert (len(retain), len(forget)) == (28, 12)
+    assert not set(retain.ids) & set(forget.ids)
+    alone = Samples(samples.inputs, samples.targets, samples.ids[[1] * 40])
+    with pytest.raises(InputError, match="all 40 samples are of one person, 'toy/train/00001'"):
+        split_forget(alone, 0.5)
+    with pytest.raises(InputError, match="stands on samples for training and for validation"):
+        split_validation(shared, 3)
 
 
 def test_the_digits_say_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,9 +35,8 @@ class Toy:
 
 
 def unlearned():
-    return unlearn(
-        make_mlp(), make_batches(), GRADIENT, loss_fn=cross_entropy, noise=SeededNoise(0)
-    )
+    given = {"loss_fn": cross_entropy, "noise": SeededNoise(0), "centre": "zero"}
+    return unlearn(make_mlp(), make_batches(), GRADIENT, **given)
 
 
 # Batches in memory

@@ -29,6 +29,7 @@ def go(*, shard=False, alone=False):
     if shard:
         fully_shard(model)
     given = {"loss_fn": cross_entropy, "noise": SeededNoise(0), "forget_ids": ["f"]}
+    given["centre"] = "zero"
     run = unlearn(model, make_data(), GRADIENT, distributed=processes, **given)
     tuned = fine_tune(run, make_data(), epochs=2, learning_rate=0.1, processes=processes)
     return tuned, measure(tuned.model, make_data(), cross_entropy, processes)

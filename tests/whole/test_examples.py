@@ -21,7 +21,9 @@ WORK = ".run.unfinished"
 
 
 def copy_example(name: str, target: Path) -> Path:
-    ignored = shutil.ignore_patterns("run", "*.safetensors", "__pycache__", ".*", "adapter")
+    ignored = shutil.ignore_patterns(
+        "run", "*.safetensors", "__pycache__", ".*", "adapter", "trained", "start"
+    )
     shutil.copytree(ROOT / "examples" / name, target, ignore=ignored)
     return target
 
@@ -34,15 +36,15 @@ def test_the_example_of_ones_own_model_in_three_commands(tmp_path: Path) -> None
     assert trained.returncode == 0
     done = run("unlearn", "job.toml", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "epsilon = 1, delta = 1e-05" in done.stdout
+    assert "epsilon = 0, delta = 1e-05" in done.stdout
     assert "1170 samples kept, 30 forgotten" in done.stderr
     verified = run("verify", "run", cwd=folder)
     assert verified.returncode == 0, verified.stderr
     assert {*FILES, "metrics.jsonl"} == {path.name for path in (folder / "run").iterdir()}
     metrics = json.loads((folder / "run" / "metrics.json").read_text())
     last = {row["arm"]: row for row in parse_metrics(metrics).model_dump()["stages"]}
-    assert last["model-clipping"]["test"] > 0.85
-    assert last["centre"]["test"] > 0.85
+    assert last["retraining"]["test"] > 0.95
+    assert "neither a state nor public weights" in metrics["why"]
     assert not (folder / WORK).exists()
 
 
@@ -65,6 +67,29 @@ def test_the_example_of_an_adapter_in_three_commands(tmp_path: Path) -> None:
     base = load_file(folder / "base.safetensors")
     name = "transformer.wte.weight"
     assert torch.equal(released[f"base_model.model.{name}"], base[name])
+
+
+@pytest.mark.slow
+def test_the_example_of_the_trainer_in_four_commands(tmp_path: Path) -> None:
+    folder = copy_example("trainer", tmp_path / "trainer")
+    subprocess.run([sys.executable, "own.py"], cwd=folder, env=make_environment(), check=True)
+    done = run("unlearn", "job.toml", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "380 samples of 38 people kept, 20 of 2 people forgotten" in done.stderr
+    for place in ("run", "run/adapter"):
+        verified = run("verify", place, cwd=folder)
+        assert verified.returncode == 0, verified.stderr
+    certificate = Certificate.load(folder / "run" / "adapter" / "certificate.json")
+    assert certificate.weights.adapter is not None
+    assert (certificate.data.forget.count, certificate.data.forget.samples) == (2, 20)
+    asked = subprocess.run(
+        [sys.executable, "evaluate.py"], cwd=folder, env=make_environment(), check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    metrics = json.loads((folder / "run" / "metrics.json").read_text())
+    test = parse_metrics(metrics).model_dump()["stages"][-1]["test"]
+    assert test > 0.7
+    assert f"run/adapter: accuracy {100 * test:.1f} %" in asked.stdout
 
 
 @pytest.mark.slow

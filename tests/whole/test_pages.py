@@ -13,8 +13,11 @@ from pages_run import Shell, agree, compare, merge_tables, read_blocks, split_co
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-RUN = [DOCS / "tutorial.md", DOCS / "job_file.md", *sorted((DOCS / "howto").glob("*.md"))]
-SLOW = {"lora", "many_processes", "many_runs"}
+RUN = [
+    *(DOCS / f"{n}.md" for n in ("tutorial", "which_route", "job_file", "speed")),
+    *sorted((DOCS / "howto").glob("*.md")),
+]
+SLOW = {"trainer", "lora", "many_processes", "many_runs"}
 
 
 @pytest.fixture(autouse=True)

@@ -9,13 +9,14 @@ target allows follows from it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from expunge.accounting.calibration import calibrate
 from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee
 from expunge.accounting.precision import NoisyRecipe, choose_precision
+from expunge.display import Sheet, round_up
 from expunge.errors import InputError
 from expunge.files import to_plain
 from expunge.recipes import (
@@ -33,6 +34,10 @@ from expunge.recipes import (
     to_dict,
 )
 
+SAMPLES, EPOCHS = 50_000, 20.0  # of retraining, where nobody says
+FAR = 100.0  # a start of so many times the noise that is left clips no healthy model
+SHORT = 0.1  # of the noise's length: what is left of the old model no longer works as a network
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -42,7 +47,8 @@ class Candidate:
     ``noise_per_step``: σ; ``noise_left``: the standard deviation of the noise that remains in each
     released weight; ``expected_norm``: the norm of that noise; ``kept_norm``: the largest norm that
     the old model's part can have at the end; ``gradient_evaluations``: examples seen in the noisy
-    steps; ``survival_bound``: no event differs more than this from a run without the old model.
+    steps, of retraining in all of it; ``survival_bound``: no event differs more than this from a
+    run without the old model.
     """
 
     method: str
@@ -59,7 +65,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """The candidates for one target, and what a restart from the centre would do instead."""
+    """The candidates for one target, and what a restart from the centre would do instead.
+
+    ``samples`` and ``epochs`` are those of retraining; ``notes`` say what was assumed or capped.
+    """
 
     epsilon: float
     delta: float
@@ -69,6 +78,15 @@ class Plan:
     candidates: tuple[Candidate, ...]
     restart_is_as_good: bool
     advice: str
+    samples: int
+    epochs: float
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return _summarise(self).to_text()
+
+    def _repr_html_(self) -> str:
+        return _summarise(self).to_html()
 
 
 def plan(
@@ -81,14 +99,16 @@ def plan(
     learning_rate: float = 0.01,
     weight_decay: float = 10.0,
     batch_size: int = 128,
+    samples: int | None = None,
+    epochs: float | None = None,
     compared_to: ComparedTo = "retrained",
 ) -> Plan:
     """Recipes of each method that meet (ε, δ) and leave noise of standard deviation ``scale``.
 
     ``scale`` defaults to a LeCun initialisation of a square layer with as many parameters,
     ``parameters ** -1/4``; give the scale your own layers are initialised with if you know it.
-    Nothing here depends on trained weights or on the forget data, so the radii do not void the
-    certificate (THEORY, section 7).
+    Retraining is counted as ``epochs`` passes over ``samples``. Nothing here depends on trained
+    weights or on the forget data, so the radii do not void the certificate (THEORY, section 7).
 
     >>> p = plan(epsilon=1.0, delta=1e-5, parameters=20_042)
     >>> [c.method for c in p.candidates]
@@ -102,7 +122,16 @@ def plan(
         check_value("whole", field, value)
     left = float(parameters) ** -0.25 if scale is None else scale
     check_value("positive", "scale", left)
-    makers = _list_makers(left, steps, learning_rate, weight_decay, compared_to)
+    notes = list[str]()
+    if samples is None or epochs is None:
+        said = f"{EPOCHS if epochs is None else epochs:g} epochs of "
+        said += f"{SAMPLES if samples is None else samples:,} samples"
+        notes.append(f"Retraining is assumed to take {said}; give epochs and samples if you know.")
+    samples, epochs = SAMPLES if samples is None else samples, EPOCHS if epochs is None else epochs
+    check_value("whole", "samples", samples)
+    check_value("positive", "epochs", epochs)
+    farthest = FAR * left * math.sqrt(parameters)
+    makers = _list_makers(left, steps, learning_rate, weight_decay, compared_to, farthest)
     recipes: list[Recipe] = [
         calibrate(
             make,
@@ -116,11 +145,18 @@ def plan(
         for make in makers
     ]
     candidates = tuple(
-        _describe(recipe, delta, parameters, batch_size, compared_to)
+        _describe(recipe, delta, parameters, batch_size, compared_to, round(samples * epochs))
         for recipe in [*recipes, Retraining()]
     )
-    largest = max(c.survival_bound for c in candidates)
-    as_good = largest <= 0.5
+    largest, kept = max(c.survival_bound for c in candidates), _find_most_kept(candidates)
+    as_good = largest <= 0.5 or kept.kept_norm <= SHORT * kept.expected_norm
+    if any(getattr(recipe, "start_clip", None) == farthest for recipe in recipes):
+        shrunk = (1 - learning_rate * weight_decay) ** steps
+        notes.append(
+            f"In {steps:,} steps weight_decay shrinks the start by a factor of {shrunk:.1e}, so "
+            f"that any start is forgotten: start_clip = {farthest:.4g} is {FAR:g} times the noise "
+            "that is left, and clips no healthy model."
+        )
     return Plan(
         epsilon=epsilon,
         delta=delta,
@@ -129,19 +165,28 @@ def plan(
         compared_to=compared_to,
         candidates=candidates,
         restart_is_as_good=as_good,
-        advice=_advise(largest, as_good),
+        advice=_advise(largest, kept, as_good),
+        samples=samples,
+        epochs=float(epochs),
+        notes=tuple(notes),
     )
 
 
 def _list_makers(
-    scale: float, steps: int, learning_rate: float, weight_decay: float, compared_to: ComparedTo
+    scale: float,
+    steps: int,
+    learning_rate: float,
+    weight_decay: float,
+    compared_to: ComparedTo,
+    farthest: float,
 ) -> list[Callable[[float], NoisyRecipe]]:
-    """The recipe of each noisy method as a function of its radius.
+    """The recipe of each noisy method as a function of its radius, or of the distance at the end.
 
     Output perturbation draws all its noise at once, and of model clipping each step's own noise is
-    what remains: σ = scale. With gradient clipping σ √(Σ ρ^{2k}) = scale, and half of the budget is
-    for the start, half for what gradients add: with ρ = 1 - γλ the distance at the end is
-    ρ^T D + 2γC1 Σ ρ^k, and setting the two parts equal fixes C1/C0.
+    what remains: σ = scale. With gradient clipping σ √(Σ ρ^{2k}) = scale, and with ρ = 1 - γλ the
+    distance at the end is z = ρ^T D + 2γC1 Σ ρ^k: half of it is for the start, half for what
+    gradients add. Where ρ^T is so small that half would allow any start, the start is ``farthest``
+    and gradients have the rest.
     """
     rho = 1 - learning_rate * weight_decay
     if not 0 < rho <= 1:
@@ -150,18 +195,27 @@ def _list_makers(
         )
     sigma = scale / math.sqrt(_sum_powers(rho * rho, steps))
     starts = 2.0 if compared_to == "retrained" else 1.0
-    per_radius = rho**steps * starts / (2 * learning_rate * _sum_powers(rho, steps))
+    shrunk, grown = starts * rho**steps, 2 * learning_rate * _sum_powers(rho, steps)
+
+    def clip_gradients(z: float) -> GradientClipping:
+        C0 = farthest if z >= 2 * shrunk * farthest else z / (2 * shrunk)
+        C1 = max(z - shrunk * C0, 0.0) / grown
+        return GradientClipping(C0, C1, learning_rate, weight_decay, steps, noise_std=sigma)
+
     return [
         lambda C0: OutputPerturbation(start_clip=C0, noise_std=scale),
-        lambda C0: GradientClipping(
-            C0, C0 * per_radius, learning_rate, weight_decay, steps, noise_std=sigma
-        ),
+        clip_gradients,
         lambda C2: ModelClipping(C2, learning_rate, weight_decay, noise_std=scale, steps=steps),
     ]
 
 
 def _describe(
-    recipe: Recipe, delta: float, parameters: int, batch_size: int, compared_to: ComparedTo
+    recipe: Recipe,
+    delta: float,
+    parameters: int,
+    batch_size: int,
+    compared_to: ComparedTo,
+    retraining: int,
 ) -> Candidate:
     execution = IDEAL
     if isinstance(recipe, NoisyRecipe):
@@ -190,7 +244,7 @@ def _describe(
         noise_left=left,
         expected_norm=left * math.sqrt(parameters),
         kept_norm=kept,
-        gradient_evaluations=steps * batch_size,
+        gradient_evaluations=(retraining if isinstance(recipe, Retraining) else steps * batch_size),
         survival_bound=found.survival_bound,
     )
 
@@ -200,20 +254,60 @@ def _sum_powers(x: float, count: int) -> float:
     return float(count) if x == 1 else (1 - x**count) / (1 - x)
 
 
-def _advise(largest: float, as_good: bool) -> str:
+def _find_most_kept(candidates: Iterable[Candidate]) -> Candidate:
+    """The noisy candidate in which the old model's part is longest against the noise."""
+    noisy = [c for c in candidates if c.expected_norm > 0]
+    return max(noisy, key=lambda c: c.kept_norm / c.expected_norm)
+
+
+def _advise(largest: float, kept: Candidate, as_good: bool) -> str:
+    """What the old model can still do, from ‖kept‖ against ‖noise‖ and the survival bound."""
     share = f"{100 * largest:.1f} %"
-    if as_good:
+    length = f"{100 * kept.kept_norm / kept.expected_norm:.3g} %"
+    norms = f"‖kept‖ {kept.kept_norm:.4g} against ‖noise‖ {kept.expected_norm:.4g}"
+    way = (
+        'Say name = "retraining" in [method] of job.toml (or "restart", with public weights in '
+        "[centre]) and run expunge unlearn job.toml: that is exact, needs no noise, and is at "
+        "least as good."
+    )
+    if as_good and largest <= 0.5:
         return (
             f"At this target at most {share} of runs can differ in any way, accuracy included, "
-            "from runs that start at the centre and never see the old model. Restarting from the "
-            "centre (start_clip = 0) is exact, needs no noise and no noisy steps, and is at least "
-            "as good unless those few runs matter to you. To keep more, choose a better public "
-            "centre (pretrained weights, a checkpoint from before the data arrived)."
+            f"from runs that start at the centre and never see the old model. {way} To keep more, "
+            "choose a better public centre (pretrained weights, a checkpoint from before the data "
+            "arrived)."
+        )
+    if as_good:
+        return (
+            f"At this target what is left of the old model is at most {length} as long as the "
+            f"noise ({norms}): a test may tell up to {share} of runs from runs that never saw it, "
+            f"but as a network they are restarts from the centre. {way}"
         )
     return (
-        f"At this target up to {share} of runs can differ from runs that start at the centre: the "
-        "old model can matter. Compare with a restart from the centre all the same."
+        f"At this target up to {share} of runs can differ from runs that start at the centre, and "
+        f"what is left of the old model can be {length} as long as the noise ({norms}): it can "
+        'matter. Compare with a restart all the same: name = "retraining" or "restart" in '
+        "[method] of job.toml."
     )
+
+
+def _summarise(found: Plan) -> Sheet:
+    rows = [
+        (
+            candidate.method,
+            str(candidate.steps),
+            f"{candidate.expected_norm:.4g}",
+            f"{candidate.kept_norm:.4g}",
+            f"≤ {round_up(100 * candidate.survival_bound, 3)} %",
+        )
+        for candidate in found.candidates
+    ]
+    title = (
+        f"Plan for epsilon = {found.epsilon:g}, delta = {found.delta:g}, compared to "
+        f"{found.compared_to}: {found.parameters:,} parameters"
+    )
+    names = ("method", "steps", "‖noise‖", "‖kept‖", "survives")
+    return Sheet(title, rows, names=names, note=found.advice)
 
 
 def plan_to_dict(found: Plan) -> dict[str, Any]:

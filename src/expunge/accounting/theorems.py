@@ -34,7 +34,7 @@ from expunge.recipes import (
 Array = npt.NDArray[np.float64]
 HUGE = 1e150
 SMALLEST = 1e-300  # what a positive number too small for a float is rounded up to
-ENOUGH = -5000.0  # log δ below which more steps are not worth counting: stopping early is sound
+ENOUGH = -1e299  # the smallest log δ that is told, so that no float overflows
 
 
 def ratio(distance: float, sigma: float) -> float:
@@ -148,12 +148,12 @@ def mix(log_start: float, epsilon: float, ratios: Array) -> float:
     for r in ratios.tolist():
         if log_value == -math.inf or r == 0:
             return -math.inf
-        if log_value < ENOUGH:
-            break
+        if log_value <= ENOUGH:
+            return ENOUGH
         x = log_expm1 - log_value
         inner = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
         log_value += float(gaussian.log_delta(inner, r))
-    return log_value
+    return max(log_value, ENOUGH)
 
 
 def round_group(recipe: GroupDPSGD, rounding: float) -> GroupDPSGD:

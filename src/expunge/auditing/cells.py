@@ -149,8 +149,12 @@ def _release(recipe: Audited, starts: Array, steps: list[_Step], noise: Noise) -
         return release_solution(starts, recipe, noise).weights
     model = _Wide(torch.from_numpy(STARTS * starts))
     batches = [(torch.tensor([s.scale], dtype=torch.float64), torch.zeros(1)) for s in steps]
-    run = unlearn(model, batches, recipe, loss_fn=lambda output, _: output.sum(), noise=noise)
+    run = unlearn(model, batches, recipe, loss_fn=_add_up, noise=noise, centre="zero")
     return torch.cat([p.detach().reshape(-1) for p in run.model.parameters()]).numpy()
+
+
+def _add_up(output: Tensor, _: object) -> Tensor:
+    return output.sum()
 
 
 def take_last_steps(recipe: Audited) -> Audited:

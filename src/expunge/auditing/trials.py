@@ -11,7 +11,7 @@ here (:class:`StackedVector`), and no trace is kept. A test holds the two to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from expunge.accounting.precision import NoisyRecipe, list_levels
 from expunge.errors import InputError
+from expunge.noisy.centre import find_centre
 from expunge.noisy.loop import Loop
-from expunge.noisy.model import Centre, CertifiedModel, check_finite, copy_model
+from expunge.noisy.model import CertifiedModel, check_finite, copy_model
 from expunge.noisy.noise import Array, Noise, NoiseStream, SeededNoise, StepNoise, SystemNoise
 from expunge.noisy.team import Team
 from expunge.noisy.vector import GridVector, Norms, Update, clip_factor, round_cells
@@ -37,7 +38,7 @@ def unlearn_stack(
     *,
     loss_fn: LossFunction,
     noise: Noise,
-    centre: Centre | None = None,
+    centre: Mapping[str, Tensor] | None = None,
 ) -> nn.Module:
     """A new stacked module: every trial unlearned by a run of its own.
 
@@ -52,7 +53,10 @@ def unlearn_stack(
     if not any(sigma > 0 for sigma in list_levels(recipe)):
         raise InputError.of("noise_std", 0.0, "above 0: a run without noise has one outcome")
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
-        stack = StackedModel(**vars(copy_model(model, centre)))
+        copied = copy_model(model)
+        if centre is not None:
+            copied = replace(copied, centre=find_centre(copied, centre).tensors)
+        stack = StackedModel(**vars(copied))
         check_finite(stack.certified)
         team = StackedTeam(Processes(), stack)
         StackedLoop(stack, recipe, retain_loader, loss_fn, noise, team).run({})

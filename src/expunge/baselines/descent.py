@@ -11,6 +11,7 @@ and its noise is the engine's, so that finite precision is accounted.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from expunge.accounting.precision import (
     find_disagreements,
     norm_margin,
 )
+from expunge.certificates.identifiers import Commitment
 from expunge.certificates.record import PublicTensors, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.loop import make_trace
@@ -40,7 +42,7 @@ from expunge.training.compiled import is_close
 from expunge.training.losses import LossFunction, check_loss, compute_loss
 from expunge.training.randomness import refused_random, untouched_random
 from expunge.training.settings import InMemory, Prepare
-from expunge.training.train import read_retained, read_sets
+from expunge.training.train import Sets, read_retained, read_sets
 
 Row = tuple[float, ...]
 
@@ -175,6 +177,7 @@ def forget(
         raise InputError.of("noise", noise, f"of the source that trained: {trained.noise}")
     sets = read_sets(retain_loader, forget_ids, retain_ids)
     _check_members(trained.ids, retain_ids=sets.retained, forget_ids=sets.forgotten)
+    asked = _count_asked(trained.ids, sets, gone)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         declared = () if trained.public is None else trained.public.names
         certified = replace(copy_model(trained.model, public=declared), public=trained.public)
@@ -209,7 +212,9 @@ def forget(
         centre=trained.start,
         start="fresh",
         problem=trained.problem,
-        **(sets.describe() | {"checked": sets.checked and trained.ids is not None}),
+        **(
+            sets.describe() | {"forget": asked, "checked": sets.checked and trained.ids is not None}
+        ),
         **certified.describe(),
     )
     return Run(certified.model, record, sets.forgotten)
@@ -356,6 +361,21 @@ def _check_members(trained: tuple[str, ...] | None, **given: Iterable[str] | Non
             raise InputError(
                 f"{name} holds {min(unknown)!r}, which was not trained on ({len(unknown)} in all)"
             )
+
+
+def _count_asked(trained: tuple[str, ...] | None, sets: Sets, gone: int) -> Commitment | None:
+    """The request with the samples of its people; nobody else's may have come to those retained.
+
+    All of a person's samples count towards ``group_size``, however often the request names them.
+    """
+    if sets.forgotten is None or trained is None or sets.retained is None:
+        return None if sets.forget is None else replace(sets.forget, samples=gone)
+    more = Counter(sets.retained) - Counter(trained)
+    if more:
+        name = min(more)
+        raise InputError(f"retain_ids holds {name!r} on more examples than were trained on")
+    samples = sum(name in sets.forgotten for name in trained)
+    return None if sets.forget is None else replace(sets.forget, samples=samples)
 
 
 ROWS = 8192

@@ -43,7 +43,7 @@ from torch.func import functional_call, grad, vmap  # pyright: ignore[reportPriv
 from torch.nn.functional import cross_entropy
 
 from expunge.accounting.precision import norm_margin
-from expunge.certificates.identifiers import Commitment, commit
+from expunge.certificates.identifiers import Commitment, commit, commit_request
 from expunge.certificates.record import Run, RunRecord
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.loop import make_trace
@@ -65,10 +65,11 @@ from expunge.training.randomness import DRAWS, refused_random, seed_random, unto
 from expunge.training.settings import (
     InMemory,
     MakeOptimizer,
+    OptimizerName,
     Prepare,
-    Scheduled,
     ScheduleName,
-    check_optimizer,
+    check_choice,
+    make_optimizer,
     schedule_factor,
 )
 from expunge.training.train import read_request, read_retained
@@ -89,7 +90,7 @@ def train_dpsgd(
     weight_decay: float = 0.0,
     momentum: float = 0.0,
     schedule: ScheduleName = "constant",
-    optimizer: MakeOptimizer | None = None,
+    optimizer: MakeOptimizer | OptimizerName | None = None,
     loss_fn: LossFunction = cross_entropy,
     prepare: Prepare | None = None,
     public: Public | None = None,
@@ -122,6 +123,7 @@ def train_dpsgd(
     count = len(data.targets)
     _check_arguments(recipe, count, physical_batch, learning_rate)
     check_loss(loss_fn)
+    check_choice(optimizer, momentum)
     divisor = recipe.sampling_rate * count if divisor is None else divisor
     if not 0 < divisor < math.inf:
         raise InputError.of("divisor", divisor, "a finite number > 0")
@@ -136,11 +138,7 @@ def train_dpsgd(
         before, held = hash_weights(list_tensors(model)), HeldState(certified)
         start = hash_weights({name: p.detach() for name, p in certified.certified.items()})
         parameters = list(certified.certified.values())
-        stepping = Scheduled(
-            torch.optim.SGD(parameters, learning_rate, momentum, weight_decay=weight_decay)
-            if optimizer is None
-            else check_optimizer(optimizer(parameters), parameters)
-        )
+        stepping = make_optimizer(optimizer, parameters, learning_rate, momentum, weight_decay)
         mechanism = NoisySum(certified, recipe, loss_fn, source, data, prepare, physical_batch)
         rows = list[tuple[float, ...]]()
         for t in show_progress(range(recipe.steps), recipe.steps, "training", progress):
@@ -187,7 +185,9 @@ def _split_ids(
         raise InputError(f"forget_ids holds {min(unknown)!r}, which is not among the data's ids")
     if samples > group_size:
         raise InputError.of("number of forgotten examples", samples, f"at most {group_size}")
-    rest = None if known is None else commit(name for name in known if name not in gone)
+    if known is None:
+        return commit_request(forgotten, None), None
+    rest = commit(name for name in known if name not in gone)
     return commit(forgotten, samples=samples), rest
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from expunge import recipes
 from expunge.accounting.guarantee import MAX_EPSILON, check_delta, guarantee, log_delta
+from expunge.certificates.card import write_model_card
 from expunge.certificates.consistency import find_contradictions, summarise_schedule
 from expunge.certificates.identifiers import Commitment
 from expunge.certificates.record import RunRecord, encode
@@ -29,6 +30,7 @@ from expunge.certificates.schema import (
     keep_version_1,
 )
 from expunge.certificates.signing import sign_bytes
+from expunge.certificates.summary import summarise
 from expunge.certificates.wording import (
     allows_release,
     derive_scope,
@@ -36,7 +38,6 @@ from expunge.certificates.wording import (
     find_warnings,
     list_facts,
     read_recipe,
-    write_model_card,
     write_statement,
 )
 from expunge.errors import CertificateError, InputError, UnlearningError
@@ -135,6 +136,12 @@ class Certificate(CertificateWire):
     def model_card(self) -> str:
         """A block for a Hugging Face model card: YAML metadata, then markdown."""
         return write_model_card(self)
+
+    def __str__(self) -> str:
+        return summarise(self).to_text()
+
+    def _repr_html_(self) -> str:
+        return summarise(self).to_html()
 
     def _without(self, *names: str) -> dict[str, Any]:
         return {k: v for k, v in self.model_dump(mode="json").items() if k not in names}
@@ -283,7 +290,8 @@ def check_link(child: Certificate, parent: Certificate) -> list[str]:
     What is public must have been just as public in the parent, unless it was compared.
     """
     w, before, found = child.weights, parent.weights, list[str]()
-    if child.parent != parent.sha256:
+    unsigned = parent.model_copy(update={"signature": None})  # it may have been signed since
+    if child.parent not in (parent.sha256, unsigned.sha256):
         found.append(f"parent is {child.parent}, but the SHA-256 of the parent is {parent.sha256}")
     if w.before != before.after:
         found.append(
@@ -375,7 +383,9 @@ def _describe_run(record: RunRecord, parent: str | None, version: int) -> dict[s
             "frozen": record.frozen,
             "frozen_names": list(record.frozen_names),
             "public": None if record.public is None else asdict(record.public),
-        },
+        }
+        | ({} if record.origin is None else {"origin": asdict(record.origin)})
+        | ({} if record.adapter is None else {"adapter": asdict(record.adapter)}),
         "data": {
             "forget": _publish(record.forget),
             "retain": _publish(record.retain),

@@ -10,12 +10,13 @@ import numpy as np
 
 from expunge.accounting.guarantee import is_exact
 from expunge.accounting.precision import (
+    NoisyRecipe,
     bound_descent_rounding,
     bound_solution_rounding,
     find_disagreements,
 )
-from expunge.certificates.record import RunRecord, Sharding, Trace
-from expunge.certificates.schema import ShardingWire
+from expunge.certificates.record import CentreOrigin, RunRecord, Sharding, Trace
+from expunge.certificates.schema import OriginWire, ShardingWire
 from expunge.recipes import (
     STATED,
     ConvexHeadRecipe,
@@ -45,7 +46,7 @@ def find_contradictions(record: RunRecord) -> list[str]:
     """Every reason why this record cannot be certified, as sentences; none if it can."""
     recipe = record.recipe
     found = [*_check_noise_source(record), *_check_weights(record), *check_time(record.created)]
-    found += check_start(recipe, record.start)
+    found += check_start(recipe, record.start, record.centre)
     if isinstance(recipe, HeadRecipe) and record.statistics is None:
         found.append("statistics is missing: it says what the head was computed from")
     if isinstance(recipe, ConvexHeadRecipe) and not is_exact(recipe) and record.forget is None:
@@ -179,6 +180,7 @@ def _check_weights(record: RunRecord) -> list[str]:
     given = record.centre is not None and record.start != "fresh"
     if given and record.centre == record.weights_before:
         found.append("the centre is the old model itself; it must be public")
+    found += check_origin(record.recipe, record.origin, record.centre)
     if (record.frozen is None) != (len(record.frozen_names) == 0):
         found.append("frozen and frozen_names must be given together")
     if (record.buffers == "none") != (len(record.buffer_names) == 0):
@@ -190,8 +192,29 @@ def _check_weights(record: RunRecord) -> list[str]:
     return found
 
 
-def check_start(recipe: Recipe, start: str) -> list[str]:
+def check_origin(
+    recipe: Recipe, origin: CentreOrigin | OriginWire | None, centre: str | None
+) -> list[str]:
+    """What is wrong with the description of the centre; runs of before it have none."""
+    if origin is None:
+        return []
+    found = list[str]()
+    if not isinstance(recipe, NoisyRecipe):
+        found.append("origin must be given for noisy fine-tuning alone, which has a centre")
+    if (origin.kind == "zero") != (centre is None):
+        found.append(f"origin.kind is {origin.kind!r}; the hash of the centre is {centre}")
+    fresh = origin.kind == "initialisation"
+    if any((told is not None) != fresh for told in (origin.seed, origin.drawn)):
+        found.append("origin.seed and origin.drawn must be given exactly for an initialisation")
+    return found
+
+
+def check_start(recipe: Recipe, start: str, centre: str | None) -> list[str]:
     """A sentence if the method cannot have started there."""
+    if isinstance(recipe, Retraining) and start == "model":
+        return ["start is 'model'; retraining begins at a 'fresh' one or at a public 'centre'"]
+    if isinstance(recipe, Retraining) and (start == "centre") != (centre is not None):
+        return [f"start is {start!r}; retraining has a centre if, and only if, it starts there"]
     trains = isinstance(recipe, GroupDPSGD | DescentRecipe)
     if isinstance(recipe, HeadRecipe) and (start == "fresh") != is_exact(recipe):
         return [f"start is {start!r}; a head is solved from zero ('fresh') or has noise ('model')"]

@@ -39,6 +39,7 @@ DTYPES: Mapping[str, int] = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
 MOST_BYTES = 5_000_000_000
 _MAX_INDEX = 100_000_000
 _CHUNK = 1 << 20
@@ -171,6 +172,21 @@ def hash_constituents(path: str | Path) -> dict[int, str]:
                 raise CertificateError(f"weights {path}: {e.name!r} belongs to no constituent")
             leaves.setdefault(int(parts[1]), []).append(hash_leaf(parts[2], e.dtype, e.shape, data))
     return {k: combine_leaves(found) for k, found in leaves.items()}
+
+
+def hash_contents(path: str | Path) -> dict[str, str]:
+    """The hash of every tensor of a file or index without its name, by its name."""
+    files = [Path(path)]
+    if files[0].name.endswith(".index.json"):
+        places = _read_places(read_limited(path, _MAX_INDEX, "weights index"), path)
+        files = [files[0].with_name(name) for name in sorted(set(places.values()))]
+    found: dict[str, str] = {}
+    for place in files:
+        with open_regular(place, "weights") as file:
+            for e in _read_layout(file, place).entries:
+                data = _chunks(file, e.length, place)
+                found[e.name] = hash_leaf("", e.dtype, e.shape, data).hex()
+    return found
 
 
 def _hash_file(path: Path) -> tuple[list[bytes], Layout]:
@@ -368,13 +384,15 @@ def serialise_index(layouts: Mapping[str, Sequence[Entry]]) -> bytes:
 
 
 def find_weights(certificate: Path) -> Path:
-    """The weights beside a certificate: one file, or the index of several.
+    """The weights beside a certificate: one file, the index of several, or an adapter alone.
 
     >>> find_weights(Path("run/certificate.json")).name
     'model.safetensors'
     """
-    whole, index = certificate.with_name("model.safetensors"), certificate.with_name(INDEX)
-    return index if index.exists() and not whole.exists() else whole
+    whole = certificate.with_name("model.safetensors")
+    others = (certificate.with_name(INDEX), certificate.with_name(ADAPTER))
+    others += (certificate.with_name("adapter") / ADAPTER,)
+    return whole if whole.exists() else next((o for o in others if o.exists()), whole)
 
 
 def _order(tensors: Iterable[Entry]) -> list[Entry]:

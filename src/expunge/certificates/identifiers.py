@@ -10,8 +10,8 @@ import hashlib
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -100,7 +100,41 @@ def commit_disjoint(
             f"retain_ids holds {min(both)!r}, which is in forget_ids too "
             f"({len(both)} in all); the retained data must not hold what is forgotten"
         )
-    return (None if forget is None else commit(forget), None if retain is None else commit(retain))
+    asked = None if forget is None else commit_request(forget, retain)
+    return asked, None if retain is None else commit(retain)
+
+
+def commit_request(forget: Sequence[str], retain: Sequence[str] | None) -> Commitment:
+    """The commitment to a request, with its people and, where that is known, their samples.
+
+    A list that repeats an identifier has one for each sample, and so has one of distinct names
+    where no retained identifier repeats either. Otherwise each person was named once, and nobody
+    counted.
+
+    >>> [commit_request(ids, ["c", "c"]).samples for ids in (["a", "a", "b"], ["a", "b"])]
+    [3, None]
+    >>> commit_request(["a", "b"], ["c", "d"]).samples
+    2
+    """
+    by_sample = retain is not None and len(set(retain)) == len(retain)
+    counted = len(set(forget)) < len(forget) or by_sample
+    return commit(forget) if counted else replace(commit(forget), samples=None)
+
+
+def find_lookalikes(forget: Iterable[str], retain: Iterable[str]) -> list[tuple[str, str]]:
+    """(forgotten, retained) identifiers that a reader may take for one person: they differ in case,
+    in inner spaces or in compatible forms of letters alone.
+
+    >>> find_lookalikes(["Ann Lee", "bob"], ["ann  lee", "bob2"])
+    [('Ann Lee', 'ann  lee')]
+    """
+    gone = {_fold(name): name for name in forget}
+    kept = {name: gone.get(_fold(name)) for name in dict.fromkeys(retain)}
+    return [(found, name) for name, found in kept.items() if found not in (None, name)]
+
+
+def _fold(name: str) -> str:
+    return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
 def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:

@@ -168,6 +168,47 @@ class Sharding:
             check_digest("shards.hashes", value)
 
 
+CentreKind = Literal["initialisation", "zero", "public weights"]
+
+
+@dataclass(frozen=True)
+class CentreOrigin:
+    """What the public centre of a noisy run is; its hash is the record's ``centre``.
+
+    A fresh initialisation has the ``seed`` it was ``drawn`` from, and how.
+
+    >>> CentreOrigin("initialisation", "expunge", "reset_parameters of every module").seed
+    'expunge'
+    """
+
+    kind: CentreKind
+    seed: str | None = None
+    drawn: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(CentreKind):
+            raise InputError.of(
+                "origin.kind", self.kind, "one of " + ", ".join(get_args(CentreKind))
+            )
+        for name in ("seed", "drawn"):
+            if (getattr(self, name) is not None) != (self.kind == "initialisation"):
+                raise InputError(f"origin.{name} must be given exactly for an initialisation")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A release of PEFT's kind: tree hashes of the adapter's tensors as PEFT names them and of the
+    base's by their own names, and the SHA-256 of ``adapter_config.json``."""
+
+    hash: str
+    base: str
+    config: str
+
+    def __post_init__(self) -> None:
+        for name in ("hash", "base", "config"):
+            check_digest(f"adapter.{name}", getattr(self, name))
+
+
 @dataclass(frozen=True)
 class RunRecord:
     """Everything needed to recompute the guarantee, and what the run worked on.
@@ -177,14 +218,15 @@ class RunRecord:
     ``generator``, ``releasable``, ``seed``) and ``noise_keys`` how many keys it used (one, plus one
     per resume). Weights are hashed as in ``expunge.certificates.hashing``: ``weights_before`` all
     tensors of the old model, ``weights_noisy`` all tensors right after the last noise,
-    ``weights_after`` all tensors of the released file, ``centre`` those of the centre; ``public``
+    ``weights_after`` all tensors of the released file, ``centre`` those of the centre, which
+    ``origin`` describes; ``public``
     are the ones that are not certified (``frozen`` and ``frozen_names`` in records of before
     version 0.2). ``checked``: the identifiers of forget and retained data were known, as many as
     there are data, and have none in common. ``gradient_evaluations`` counts examples in the noisy
     steps; ``start`` is "model", "centre" for the control that never saw the old model, or "fresh"
     for a run from a start that saw no data (``initialisation`` says which). ``problem`` says where
     the constants of full-batch descent come from; ``processes`` how several worked together, None
-    for one.
+    for one; ``adapter`` describes the release once more where it is an adapter on a public base.
 
     >>> record = RunRecord(
     ...     recipe=recipes.Retraining(), parameters=3, grid=0.0, execution=Execution(),
@@ -227,6 +269,8 @@ class RunRecord:
     checked: bool = False
     statistics: Statistics | None = None
     shards: Sharding | None = None
+    origin: CentreOrigin | None = None
+    adapter: Adapter | None = None
     versions: Mapping[str, str] = field(default_factory=dict[str, str])
     nonce: str = field(default_factory=lambda: secrets.token_hex(32))
     format: str = FORMAT
@@ -297,7 +341,7 @@ class RunRecord:
 
 
 # Fields that records of before version 0.2 do not have are left out where they say nothing.
-_LATER = ("processes", "public", "checked", "samples", "statistics", "shards")
+_LATER = ("processes", "public", "checked", "samples", "statistics", "shards", "origin", "adapter")
 
 
 def encode(value: object) -> object:

@@ -3,7 +3,9 @@
 ``docs/certificate_format.md`` explains every field. A radius that does not clip is written "inf".
 A field with a default came with version 2: a certificate of version 2 has all of them, one of
 version 1 none. ``certificate-2.json`` is made by ``python -m expunge.certificates.schema`` and
-tested equal to these classes; ``certificate-1.json`` is kept as it was published.
+tested equal to these classes; ``certificate-1.json`` is kept as it was published. Fields that came
+later still (:data:`LATER`) are left out where they say nothing, so that certificates of before them
+stay what they are.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from expunge.recipes import METHODS, Kind, Recipe, describe_fields
 
 SCHEMA_VERSION = 2
 SCHEMA_PATH = Path(__file__).parent / "certificate-2.json"
+LATER = ("origin", "adapter")
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Real = Annotated[float, Field(ge=0)]
@@ -125,6 +128,22 @@ class PublicWire(Wire):
     hash: Digest
 
 
+class OriginWire(Wire):
+    """What the public centre is: a fresh initialisation has its seed, and how it was drawn."""
+
+    kind: Literal["initialisation", "zero", "public weights"]
+    seed: str | None
+    drawn: Literal["reset_parameters of every module", "built by a factory"] | None
+
+
+class AdapterWire(Wire):
+    """The release as an adapter alone, the base it belongs on, and its configuration."""
+
+    hash: Digest
+    base: Digest
+    config: Digest
+
+
 class WeightsWire(Wire):
     """Tree hashes of named tensors. ``before`` is null unless a parent certificate names it."""
 
@@ -135,6 +154,19 @@ class WeightsWire(Wire):
     frozen: Digest | None
     frozen_names: tuple[str, ...]
     public: PublicWire | None = None
+    origin: OriginWire | None = None
+    adapter: AdapterWire | None = None
+
+
+def name_centre(weights: WeightsWire) -> str:
+    """What clips and weight decay pulled towards, in words."""
+    if weights.origin is not None and weights.origin.kind == "initialisation":
+        return (
+            f"a fresh initialisation, {weights.centre}, which saw no data: seed "
+            f"{weights.origin.seed!r}, {weights.origin.drawn}"
+        )
+    known = weights.centre is not None
+    return f"public weights, {weights.centre}, given by the operator" if known else "zero"
 
 
 class CommitmentWire(Wire):
@@ -285,10 +317,11 @@ def find_misplaced(part: Wire, version: int) -> list[str]:
     """Fields of version 2 in a certificate of version 1, or missing in one of version 2."""
     found: list[str] = []
     for name, info in type(part).model_fields.items():
-        given = name in part.model_fields_set
-        if not info.is_required() and given != (version > 1):
+        given, value = name in part.model_fields_set, getattr(part, name)
+        if name in LATER and version > 1:
+            found += [f"{name} is null; it is left out then"] if given and value is None else []
+        elif not info.is_required() and given != (version > 1):
             found.append(f"{name} {'belongs to version 2' if given else 'is missing'}")
-        value = getattr(part, name)
         if isinstance(value, Wire):
             found += find_misplaced(value, version)
     return found
@@ -317,6 +350,8 @@ def build_schema() -> dict[str, Any]:
     }
     schema = CertificateWire.model_json_schema(mode="serialization")
     schema["properties"]["schema_version"] = {"const": SCHEMA_VERSION, "type": "integer"}
+    for part in schema["$defs"].values():
+        part["required"] = [name for name in part.get("required", []) if name not in LATER]
     return head | schema | {"title": "Certificate of unlearning"}
 
 

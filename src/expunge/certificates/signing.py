@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -46,6 +48,52 @@ def generate_key_pair() -> tuple[bytes, bytes]:
     return private, public
 
 
+def write_key_pair(path: str | Path) -> tuple[Path, Path]:
+    """A fresh private key in a file that only its owner may read, its public key in PATH.pub.
+
+    Nothing is ever overwritten.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     private, public = write_key_pair(Path(folder) / "key.pem")
+    ...     oct(private.stat().st_mode)[-3:], public.name, len(read_public_key(public))
+    ('600', 'key.pem.pub', 64)
+    """
+    private = Path(path)
+    public = private.with_name(private.name + ".pub")
+    for file in (private, public):
+        if os.path.lexists(file):
+            raise InputError(
+                f"{file} is there already, and a key is never overwritten; name another"
+            )
+    made: list[Path] = []
+    try:
+        for file, data, mode in zip(
+            (private, public), generate_key_pair(), (0o600, 0o644), strict=True
+        ):
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            made.append(file)
+            with os.fdopen(handle, "wb") as out:
+                out.write(data)
+                out.flush()
+                os.fsync(out.fileno())
+    except (OSError, ValueError) as error:
+        for file in made:
+            file.unlink(missing_ok=True)
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"{private} cannot be written: {reason}") from None
+    return private, public
+
+
+def fingerprint(public_key: str) -> str:
+    """The SHA-256 of a raw key in hexadecimal: short enough to be read out, and nobody's else.
+
+    >>> fingerprint("00" * 32)[:23]
+    'sha256:66687aadf862bd77'
+    """
+    return "sha256:" + hashlib.sha256(bytes.fromhex(public_key)).hexdigest()
+
+
 def sign_bytes(
     message: bytes, private_key: bytes | str | Path, password: bytes | None = None
 ) -> dict[str, str]:
@@ -54,7 +102,11 @@ def sign_bytes(
     try:
         key = load_pem_private_key(pem, password)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InputError(f"private key cannot be used: {error}") from None
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise InputError(
+            f"private key cannot be used ({reason}); it must be an Ed25519 key in PEM format, as "
+            "expunge keygen writes it"
+        ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise InputError.of("private key", type(key).__name__, "an Ed25519 key in PEM format")
     return {
@@ -70,7 +122,10 @@ def read_public_key(public_key: bytes | str | Path) -> str:
     try:
         key = load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise InputError(f"public key cannot be used: {error}") from None
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise InputError(
+            f"public key cannot be used ({reason}); it must be an Ed25519 public key in PEM format"
+        ) from None
     if not isinstance(key, Ed25519PublicKey):
         raise InputError.of("public key", type(key).__name__, "an Ed25519 key in PEM format")
     found = key.public_bytes_raw().hex()

@@ -9,6 +9,7 @@ code 1); one that cannot be read is a :class:`CertificateError` (exit code 2).
 from __future__ import annotations
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from expunge.certificates.certificate import (
     parse,
 )
 from expunge.certificates.consistency import (
+    check_origin,
     check_shards,
     check_start,
     check_time,
@@ -33,15 +35,17 @@ from expunge.certificates.consistency import (
     least_rounding,
 )
 from expunge.certificates.hashing import (
+    ADAPTER,
     combine_leaves,
     find_weights,
     hash_constituents,
+    hash_contents,
     hash_weights,
     serialise_header,
 )
 from expunge.certificates.record import OLD_FORMAT, RunRecord
 from expunge.certificates.second_accountant import recompute
-from expunge.certificates.signing import holds, read_public_key
+from expunge.certificates.signing import fingerprint, holds, read_public_key
 from expunge.certificates.wording import allows_release, derive_scope, find_warnings
 from expunge.errors import InputError, UnlearningError, VerificationError
 from expunge.files import read_limited
@@ -53,9 +57,11 @@ from expunge.recipes import (
     GroupDPSGD,
     HeadRecipe,
     Problem,
+    Retraining,
     ShardedTraining,
 )
 
+CONFIG = "adapter_config.json"
 # A claim may be below 50 digits by the error of a float search, and above by this much.
 BELOW, ABOVE = 1e-10, 1e-6
 # DP-SGD's accountant rounds losses up to a grid; its second computation has eight digits.
@@ -72,8 +78,9 @@ def verify(
     parent: str | Path | None = None,
     record: str | Path | None = None,
 ) -> Certificate:
-    """The certificate, if it holds for these weights (default: ``model.safetensors`` beside it, or
-    the index of several files).
+    """The certificate, if it holds for these weights (default: ``model.safetensors`` beside it, the
+    index of several files, or an adapter alone). A run directory, or an adapter's folder, stands
+    for the file in it, here and below.
 
     ``public_key`` (PEM bytes or file) is the key it must be signed with; a signature is checked
     against the key it names in any case. ``parent`` is the certificate it is chained to. With
@@ -84,15 +91,21 @@ def verify(
     ...
     expunge.errors.CertificateError: certificate run/certificate.json is not a file that can be...
     """
-    path = Path(certificate)
+    path = find_certificate(certificate)
     found, differences = _examine(path, public_key, record)
     file = find_weights(path) if weights is None else Path(weights)
     differences = [*_check_weights(found, file), *differences]
     if parent is not None:
-        before, faults = _examine(parent)
+        before, faults = _examine(find_certificate(parent))
         differences += [f"parent: {fault}" for fault in faults] + check_link(found, before)
     _raise_if_any(path, differences)
     return found
+
+
+def find_certificate(path: str | Path) -> Path:
+    """A certificate's file; that of a run directory."""
+    place = Path(path)
+    return place / "certificate.json" if place.is_dir() else place
 
 
 def verify_chain(
@@ -107,14 +120,14 @@ def verify_chain(
     if not certificates:
         raise InputError.of("certificates", certificates, "at least one path")
     found: list[Certificate] = []
-    for place, path in enumerate(certificates):
+    for place, path in enumerate(map(find_certificate, certificates)):
         certificate, differences = _examine(path, public_key)
         found.append(certificate)
         if place > 0:
             differences += check_link(found[-1], found[-2])
         elif found[-1].parent is not None:
             differences.append(f"it names the parent {found[-1].parent}, which was not given")
-        _raise_if_any(Path(path), differences)
+        _raise_if_any(path, differences)
     verify(certificates[-1], weights, public_key)
     return tuple(found)
 
@@ -135,7 +148,10 @@ def _examine(
     found = parse(raw)
     differences = [*_check_claims(found, raw), *_check_signature(found, public_key)]
     if record is not None:
-        differences += _check_record(found, RunRecord.load(record))
+        file = Path(record)
+        differences += _check_record(
+            found, RunRecord.load(file / "record.json" if file.is_dir() else file)
+        )
     return found, differences
 
 
@@ -179,7 +195,9 @@ def _check_derived(certificate: Certificate) -> list[str]:
         found.append("centre is missing: this method can be compared to it")
     if any(bound.delta != c.delta for bound in (c.retrained, c.centre) if bound is not None):
         found.append("delta differs between the two bounds")
-    found += [*check_time(c.created), *check_start(recipe, c.start)]
+    found += [*check_time(c.created), *check_start(recipe, c.start, c.weights.centre)]
+    found += check_origin(recipe, c.weights.origin, c.weights.centre)
+    found += _check_counts(c)
     keys = count_keys(recipe) + c.resumed
     if c.schedule and c.noise.source == "system" and c.noise.keys != keys:
         found.append(f"noise.keys is {c.noise.keys} for a run resumed {c.resumed} times")
@@ -206,6 +224,26 @@ def _check_derived(certificate: Certificate) -> list[str]:
         found.append("shards must be given exactly for ensembles built to forget")
     if c.shards is not None and (c.parent is None) != (not c.shards.trained_from):
         found.append("shards.trained_from must be given exactly when there is a parent")
+    return found
+
+
+def _check_counts(c: Certificate) -> list[str]:
+    """People are at most as many as their samples (a state may have forgotten them before), and
+    retraining draws no noise and trains on the retained data."""
+    found = list[str]()
+    sets = {"data.retain": c.data.retain}
+    if c.statistics is None and c.shards is None:
+        sets["data.forget"] = c.data.forget
+    if c.finetune is not None:
+        sets["finetune.data"] = c.finetune.data
+    for name, held in sets.items():
+        if held is not None and held.samples is not None and held.samples < held.count:
+            found.append(f"{name} has {held.samples} samples of {held.count} people")
+    if isinstance(c.method, Retraining):
+        if c.noise.source != "none":
+            found.append(f"noise.source is {c.noise.source!r}, but retraining draws none")
+        if c.finetune is not None and c.finetune.checked != c.data.checked:
+            found.append("finetune.checked is not data.checked, but retraining has one training")
     return found
 
 
@@ -272,15 +310,23 @@ _EXACT = _Tolerance(BELOW, ABOVE)
 
 
 def _check_weights(certificate: Certificate, path: Path) -> list[str]:
+    """What is released: all weights, and the adapter beside them; or an adapter alone."""
+    path = find_weights(path / "certificate.json") if path.is_dir() else path
+    if path.name == ADAPTER:
+        return check_adapter(certificate, path.parent)
+    found = _check_tensors(certificate, path, "weights.after", certificate.weights.after)
+    found += _check_constituents(certificate, path)
+    if path.with_name("adapter").is_dir():
+        found += check_adapter(certificate, path.with_name("adapter"), path)
+    return found
+
+
+def _check_tensors(certificate: Certificate, path: Path, field: str, told: str) -> list[str]:
     """The tensors by their hash, and every byte of the headers by writing them again."""
     found = list[str]()
     digest, layouts = hash_weights(path)
-    if digest != certificate.weights.after:
-        found.append(
-            f"the weights {path} have hash {digest}, but weights.after is "
-            f"{certificate.weights.after}"
-        )
-    found += _check_constituents(certificate, path)
+    if digest != told:
+        found.append(f"the weights {path} have hash {digest}, but {field} is {told}")
     allowed = (None, {"format": "pt"}, certificate.safetensors_metadata())
     for name, layout in layouts.items():
         file = path.with_name(name)
@@ -288,6 +334,43 @@ def _check_weights(certificate: Certificate, path: Path) -> list[str]:
             found.append(f"the metadata of {file} is not this certificate's")
         elif layout.header != serialise_header(layout.entries, layout.metadata):
             found.append(f"the header of {file} is not in canonical form")
+    return found
+
+
+def check_adapter(certificate: Certificate, folder: Path, weights: Path | None = None) -> list[str]:
+    """An adapter in its folder: tensors, configuration, nothing beside them that is loaded too.
+
+    With ``weights`` it must hold the tensors there that are not public, and no other.
+    """
+    told, public = certificate.weights.adapter, certificate.weights.public
+    if told is None:
+        return [f"{folder} holds an adapter, and the certificate speaks of none"]
+    found = _check_tensors(certificate, folder / ADAPTER, "weights.adapter.hash", told.hash)
+    config = hashlib.sha256(read_limited(folder / CONFIG, MAX_BYTES, "adapter's configuration"))
+    if config.hexdigest() != told.config:
+        found.append(f"{folder / CONFIG} has hash {config.hexdigest()}, not {told.config}")
+    copied = folder / "certificate.json"
+    if copied.exists():
+        other = parse(read_limited(copied, MAX_BYTES, "certificate"))
+        if not other.digest == other.compute_digest() == certificate.digest:
+            found.append(f"{copied} is another certificate, {other.compute_digest()}")
+    beside = {place.name for place in folder.iterdir()} - {
+        ADAPTER,
+        CONFIG,
+        copied.name,
+        "README.md",
+    }
+    if beside:
+        found.append(f"{folder} holds {min(beside)} too, which no certificate covers")
+    if weights is not None:
+        names = () if public is None else public.names
+        contents = hash_contents(weights)
+        held = {contents[name] for name in contents if name not in names}
+        fixed = {contents[name] for name in contents if name in names}
+        if not held - fixed <= set(hash_contents(folder / ADAPTER).values()) <= held:
+            found.append(
+                f"{folder / ADAPTER} does not hold what {weights} has beside public tensors"
+            )
     return found
 
 
@@ -311,10 +394,21 @@ def _check_signature(certificate: Certificate, public_key: bytes | str | Path | 
     if signature is None:
         return [] if expected is None else ["it is not signed, but a public key was given"]
     if expected not in (None, signature.public_key):
-        found.append(f"it is signed by the key {signature.public_key}, not by {expected}")
+        found.append(
+            f"it is signed by the key {fingerprint(signature.public_key)}, not by the expected "
+            f"{fingerprint(expected or '')}"
+        )
     if not holds(signature.value, signature.public_key, certificate.signed_bytes()):
         found.append("the signature does not match the certificate")
     return found
+
+
+def describe_key(certificate: Certificate, compared: bool) -> str:
+    """Whose signature a certificate that holds carries, and whether anybody expected that key."""
+    if certificate.signature is None:
+        return "not signed"
+    whose = f"signed by {fingerprint(certificate.signature.public_key)}"
+    return f"{whose}, {'the expected key' if compared else 'not compared with an expected key'}"
 
 
 def _check_record(certificate: Certificate, record: RunRecord) -> list[str]:

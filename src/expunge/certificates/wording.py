@@ -1,4 +1,4 @@
-"""A certificate in words: its scope, its warnings, the auditor's statement and the model card.
+"""A certificate in words: its scope, its warnings and the auditor's statement.
 
 Scope and warnings are part of the certificate and ``verify`` derives them again: their wording
 belongs to the schema version (THEORY sections 1, 6 and 7).
@@ -6,8 +6,6 @@ belongs to the schema version (THEORY sections 1, 6 and 7).
 
 from __future__ import annotations
 
-import decimal
-import json
 import math
 from typing import Any
 
@@ -21,13 +19,16 @@ from expunge.certificates.schema import (
     PublicWire,
     ScopeWire,
     ShardingWire,
+    name_centre,
 )
+from expunge.display import round_up
 from expunge.recipes import (
     GradientClipping,
     GroupDPSGD,
     NoisyDescent,
     Problem,
     Recipe,
+    Retraining,
     RewindToDelete,
     ShardedTraining,
     from_dict,
@@ -63,6 +64,26 @@ _VOID_IF = (
     "the key of the noise, the run record or its trace became known together with the model",
 )
 
+_VOID_IF_RETRAINING = (
+    "the start, the network or the options of training were chosen by looking at the old model or "
+    "at the forget data",
+    "build(), the public weights or a frozen part hold anything that was computed from the forget "
+    "data",
+    "optimizer moments, averaged weights, normalisation statistics or any other state of the "
+    "original training was kept",
+    "forget data reached the retained data, its normalisation constants or the choice among "
+    "several runs",
+    "the run record became known together with the model",
+)
+_DRAWN = (
+    "assumed: the start was drawn from its seed and from nothing that saw data; whoever has the "
+    "code can draw it again."
+)
+_PUBLISHED = (
+    "assumed: the public weights of the start saw no forgotten data; nobody but their publisher "
+    "knows."
+)
+
 _VOID_IF_HEAD = (
     "the network, the quantisation, the seed, the classes or the ridge was chosen by looking at "
     "the forget data",
@@ -89,7 +110,7 @@ _ONE_THREAD = (
 )
 _SAME_CODE = (
     "assumed: build(), training, prepare, augment and loss keep nothing from one call to the next "
-    "(tested on public noise, before anything else is given to them)."
+    "(tested on public noise, before and after every training)."
 )
 _SECRET = (
     "assumed: requests do not depend on models released before. The training is not "
@@ -191,11 +212,23 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
         f"The {c.parameters} certified parameters of the released weights {c.weights.after}.",
         "Every event about these weights, hence everything that can be computed from them.",
     ]
-    if c.start == "centre":
+    if c.weights.origin is not None:
+        covered.append(f"Its public centre is {name_centre(c.weights)}.")
+    trained = c.recipe.method == "retraining" and c.schema_version > 1
+    if trained:
+        covered += _describe_retraining(c)
+    elif c.start == "centre":
         covered.append("This run started at the public centre and never used the old model.")
-    if c.start == "fresh" and c.shards is None:
+    elif c.start == "fresh" and c.shards is None:
         covered.append("This run started from weights that depend on no data at all.")
-    if c.buffers.policy == "reset":
+    if c.weights.adapter is not None:
+        a = c.weights.adapter
+        covered.append(f"The adapter {a.hash} alone, configured by {a.config}, on base {a.base}.")
+    if c.buffers.policy == "reset" and trained:
+        covered.append(
+            f"The {len(c.buffers.names)} buffers, which began anew and saw retained data only."
+        )
+    elif c.buffers.policy == "reset":
         covered.append(
             f"The {len(c.buffers.names)} buffers, which were estimated again on retained data "
             "after the last noise."
@@ -271,12 +304,26 @@ def derive_scope(certificate: CertificateWire) -> ScopeWire:
     )
 
 
+def _describe_retraining(certificate: CertificateWire) -> list[str]:
+    """Where the training started, and that nothing is lost at δ = 0 either."""
+    c, told = certificate, certificate.initialisation or "not told"
+    start = (
+        f"This run started from public weights, {c.weights.centre} ({told}), and never used the "
+        "old model."
+        if c.start == "centre"
+        else f"This run started from weights that depend on no data at all ({told})."
+    )
+    return [start, "It holds with delta = 0 too: the old model is no input of this run."]
+
+
 _SIDE_BY_SIDE = "What models released before and after a request show side by side."
 
 
 def _choose_voids(certificate: CertificateWire) -> tuple[str, ...]:
     if certificate.shards is not None:
         return _VOID_IF_SHARDS
+    if certificate.recipe.method == "retraining" and certificate.schema_version > 1:
+        return _VOID_IF_RETRAINING
     if certificate.statistics is None:
         return _VOID_IF
     return _VOID_IF_HEAD if is_exact(read_recipe(certificate)) else _VOID_IF_NOISY_HEAD
@@ -345,6 +392,8 @@ def _list_assumptions(certificate: CertificateWire) -> tuple[str, ...]:
                 return (_PUBLIC_FEATURES, _VECTORS)
             how = _ALONE if told["evaluation"] == "by construction" else _IN_BATCHES
             return (_PUBLIC_FEATURES, how, _KEEPS_NOTHING)
+        case Retraining() if certificate.schema_version > 1:
+            return (_PUBLISHED if certificate.start == "centre" else _DRAWN,)
         case ShardedTraining():
             sure = certificate.shards is not None and certificate.shards.deterministic
             told = [_ONE_THREAD if sure else _SECRET, _SAME_CODE]
@@ -363,8 +412,16 @@ def read_recipe(certificate: CertificateWire) -> Recipe:
     return from_dict(decode(certificate.recipe.model_dump()))
 
 
+def name_method(certificate: CertificateWire) -> str:
+    """The method in words; retraining from public weights is a restart."""
+    restarted = certificate.recipe.method == "retraining" and certificate.start == "centre"
+    return "a restart from public weights" if restarted else METHOD_WORDS[certificate.recipe.method]
+
+
 def name_reference(certificate: CertificateWire) -> str:
     """The certifying algorithm in words."""
+    if certificate.recipe.method == "retraining" and certificate.start == "centre":
+        return "training again without the forget set, from the same public weights"
     if certificate.recipe.method == "retraining":
         return "training again without the forget set"
     if certificate.recipe.method == "shards":
@@ -401,10 +458,10 @@ def write_statement(certificate: CertificateWire) -> str:
         f"Reference: {name_reference(c)}.",
         f"Theorem: {c.theorem}.",
         f"At most {chance} of runs can differ, in any way, from runs that never saw "
-        f"{_name_unseen(c)}.",
+        f"{name_unseen(c)}.",
         "",
-        f"Method: {METHOD_WORDS[c.recipe.method]}; {_count_steps(c)} on {c.parameters} parameters.",
-        f"Forget set: {_name_set(c.data.forget)}. Retained set: {_name_set(c.data.retain)}.",
+        f"Method: {name_method(c)}; {count_steps(c)} on {c.parameters} parameters.",
+        f"Forget set: {name_set(c.data.forget)}. Retained set: {name_set(c.data.retain)}.",
         f"Noise: {c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s).",
         f"Finite precision: grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail {p.tail_delta:.6g};",
         f"together they cost {round_up(p.epsilon_cost, 3)} of epsilon.",
@@ -427,7 +484,7 @@ def write_statement(certificate: CertificateWire) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _name_unseen(certificate: CertificateWire) -> str:
+def name_unseen(certificate: CertificateWire) -> str:
     """What the reference never saw: untouched constituents of shards *are* the old model's."""
     trains = certificate.recipe.method in (*TRAINING_METHODS, "shards")
     return "the forget set" if trains else "the old model"
@@ -446,73 +503,13 @@ def list_facts(certificate: CertificateWire) -> dict[str, Any]:
     }
 
 
-def write_model_card(certificate: CertificateWire) -> str:
-    """A block for a Hugging Face model card: YAML metadata, then markdown."""
-    c = certificate
-    return "\n".join(
-        [
-            "---",
-            "tags:",
-            "- machine-unlearning",
-            "- certified-unlearning",
-            "certified_unlearning:",
-            *(f"  {key}: {_yaml(value)}" for key, value in list_facts(c).items()),
-            "---",
-            "",
-            "## Certified unlearning",
-            "",
-            *(f"> **{warning}**\n" for warning in c.warnings),
-            f"Examples were removed from this model by {METHOD_WORDS[c.recipe.method]} with "
-            f"**epsilon = {round_up(c.epsilon)}, delta = {round_up(c.delta)}**, compared to "
-            f"{name_reference(c)}.",
-            "",
-            "| | |",
-            "|---|---|",
-            f"| theorem | {c.theorem} |",
-            f"| survival bound | {round_up(c.survival_bound, 4)} |",
-            f"| certified parameters | {c.parameters} |",
-            f"| forget set | {_name_set(c.data.forget)} |",
-            f"| weights (tree hash) | `{c.weights.after}` |",
-            f"| certificate digest | `{c.digest}` |",
-            "",
-            "Check it with `expunge verify certificate.json --weights model.safetensors`.",
-            "",
-            "Not covered:",
-            "",
-            *(f"- {sentence}" for sentence in c.scope.not_covered),
-            "",
-            *(["It rests on:", ""] if c.scope.assumptions else []),
-            *(f"- {sentence}" for sentence in c.scope.assumptions),
-            *([""] if c.scope.assumptions else []),
-        ]
-    )
-
-
-def round_up(value: float, digits: int = 6) -> str:
-    """A bound in words is never below the bound.
-
-    >>> round_up(6.5729700671), round_up(1e-5), round_up(0.0)
-    ('6.57298', '1e-5', '0')
-    """
-    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
-    rounded = context.plus(decimal.Decimal(repr(value))).normalize()
-    return f"{rounded:f}" if value == 0 or 1e-3 <= value < 1e9 else f"{rounded:e}"
-
-
-def _yaml(value: object) -> str:
-    """A scalar that YAML 1.1 reads back as the same value (1e-05 alone would be text)."""
-    text = json.dumps(value)
-    if isinstance(value, float) and "e" in text and "." not in text:
-        return text.replace("e", ".0e")
-    return text
-
-
-def _count_steps(certificate: CertificateWire) -> str:
+def count_steps(certificate: CertificateWire) -> str:
     recipe = read_recipe(certificate)
     if isinstance(recipe, RewindToDelete):
         return f"{recipe.train_steps} full-batch steps and one noise"
     steps = sum(run.steps for run in certificate.schedule)
-    if certificate.statistics is not None or certificate.shards is not None:
+    told = (certificate.statistics, certificate.shards)
+    if told != (None, None) or isinstance(recipe, Retraining):
         return "one noise" if steps else "without noise"
     noun = "noisy step" if steps == 1 else "noisy steps"
     start = ", started at the centre" if certificate.start == "centre" else ""
@@ -520,8 +517,9 @@ def _count_steps(certificate: CertificateWire) -> str:
     return f"{steps} {noun}{' and projection' if clips else ''}{start}"
 
 
-def _name_set(commitment: CommitmentWire | None) -> str:
+def name_set(commitment: CommitmentWire | None) -> str:
     if commitment is None:
         return "not recorded"
-    on = "" if commitment.samples is None else f" on {commitment.samples} samples"
-    return f"{commitment.count} identifiers{on}, committed"
+    people, n = "person" if commitment.count == 1 else "people", commitment.samples
+    samples = "samples that were not counted" if n is None else f"{n} sample{'s' * (n != 1)}"
+    return f"{commitment.count} {people} on {samples}, committed to by identifier"

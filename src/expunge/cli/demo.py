@@ -25,6 +25,7 @@ from expunge.certificates.verification import verify
 from expunge.cli.text import print_table
 from expunge.jobs.directory import check_free, write_run
 from expunge.jobs.tracking import SETS
+from expunge.noisy.centre import find_scale
 from expunge.noisy.run import unlearn
 from expunge.recipes import GradientClipping
 from expunge.tasks import digits
@@ -40,8 +41,6 @@ FINE_TUNING: dict[str, Any] = {
     "epochs": 6, "learning_rate": 0.1, "batch_size": 32, "schedule": "one-cycle",
 }  # fmt: skip
 TRAINING: dict[str, Any] = FINE_TUNING | {"epochs": 60}
-# Chosen for this architecture's initialisation, before any weight was trained.
-SCALE = 0.15
 
 
 class Story:
@@ -134,7 +133,8 @@ def run_demo(out: str | Path) -> None:
 def _answer_every_way(story: Story, old: nn.Module) -> Run:
     """Each method at the target, and the centre control; the first one is what is kept."""
     size = count_parameters(old)
-    planned = plan(epsilon=EPSILON, delta=DELTA, parameters=size, scale=SCALE, batch_size=32)
+    scale = find_scale(old)  # of the public centre, whatever the old model holds
+    planned = plan(epsilon=EPSILON, delta=DELTA, parameters=size, scale=scale, batch_size=32)
     recipes = {c.method: c.recipe for c in planned.candidates if isinstance(c.recipe, NoisyRecipe)}
     kept = story.answer(old, recipes["gradient-clipping"], "gradient-clipping")
     for name in ("model-clipping", "output-perturbation"):
@@ -178,7 +178,8 @@ def _print_moral(console: Console, cert: Certificate, target: Path, seconds: flo
         f"\nWhat can survive: at this target at most {100 * cert.survival_bound:.1f} % of runs can "
         "differ in any way from the centre control, which never saw the old model: the rows above "
         "differ by their noise, not by what the old model knew. The lever that keeps information "
-        "is a public centre: there the noise is small and what the centre knew stays.\n\n"
+        "is public weights as the centre, in place of a fresh initialisation: what they knew stays."
+        "\n\n"
         f"{target} holds model.safetensors and certificate.json to release, and record.json, "
         f"metrics.json and report.html, which stay with you. {seconds:.0f} s.\n"
         "Both directories are runs of the same old model: release one of them, or certify with "

@@ -89,7 +89,7 @@ def forget(
 
     After a crash the same command again goes on where it stood.
     """
-    from expunge.jobs.data import read_ids
+    from expunge.jobs.lists import read_ids
     from expunge.jobs.releases import release_state
 
     done = release_state(state, out, read_ids(names, column), epsilon=epsilon, delta=delta)

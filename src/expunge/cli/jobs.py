@@ -121,7 +121,7 @@ def _preview(job: Path, out: Path | None, as_json: bool) -> None:
     if _follows():
         return
     from expunge.cli.text import print_preview
-    from expunge.jobs.prepare import preview_job
+    from expunge.jobs.preview import preview_job
 
     with _logging_to_stderr():
         found = preview_job(job, out=out)

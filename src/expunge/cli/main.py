@@ -9,10 +9,13 @@ from typing import Annotated, Any, cast
 import typer
 from typer.core import TyperGroup
 
-from expunge.cli import doctor, heads, jobs
-from expunge.cli.text import AsJson, ComparedTo, print_json
+from expunge.cli import doctor, heads, jobs, keys, ledger, serve
+from expunge.cli.text import AsJson, print_json
 from expunge.errors import ExpungeError, InputError
 
+EXTRAS = {"torch": "torch", "sklearn": "torch", "ray": "ray"} | dict.fromkeys(
+    ("sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "anyio", "uvicorn"), "ledger"
+)
 RECIPES = ("account", "calibrate")  # their options need the recipes, and so numpy
 
 
@@ -55,57 +58,73 @@ def options(
 
 @app.command()
 def plan(
-    epsilon: Annotated[float, typer.Option(help="Target epsilon.")],
-    delta: Annotated[float, typer.Option(help="Target delta.")],
+    epsilon: Annotated[
+        float | None, typer.Option(help="Target epsilon; not for jobs that forget exactly.")
+    ] = None,
+    delta: Annotated[float | None, typer.Option(help="Target delta, with epsilon.")] = None,
     parameters: Annotated[int | None, typer.Option(help="Number of certified parameters.")] = None,
     job: Annotated[
         Path | None, typer.Option(help="A job that has them, and maybe a better route.")
     ] = None,
+    pilot: Annotated[
+        bool, typer.Option("--pilot", help="Shards: train on the job's data.pilot in some sizes.")
+    ] = False,
     scale: Annotated[float | None, typer.Option(help="Noise to be left in each weight.")] = None,
-    steps: Annotated[int, typer.Option(help="Noisy steps of the iterative methods.")] = 10,
-    learning_rate: Annotated[float, typer.Option(help="γ of the noisy steps.")] = 0.01,
-    weight_decay: Annotated[float, typer.Option(help="λ of the noisy steps.")] = 10.0,
-    batch_size: Annotated[int, typer.Option(help="Examples per noisy step.")] = 128,
-    compared_to: ComparedTo = "retrained",
+    steps: Annotated[
+        int | None, typer.Option(help="Noisy steps of the iterative methods; default: 10.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="γ of the noisy steps; default: 0.01.")
+    ] = None,
+    weight_decay: Annotated[
+        float | None, typer.Option(help="λ of the noisy steps; default: 10.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Examples per noisy step; default: 128.")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Retained samples, for retraining.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Epochs that retraining takes.")] = None,
+    compared_to: Annotated[
+        str | None, typer.Option(help="retrained or centre; default: retrained.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Recipes of each method for a target, their cost, and what could survive."""
+    """Which route: recipes for a target; of a job every route with its cost here, and the next
+    command."""
     from expunge.accounting.planning import plan as make_plan
     from expunge.accounting.planning import plan_to_dict
     from expunge.cli.text import print_plan, print_routes
     from expunge.files import to_plain
 
-    setting = None
+    given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "scale": scale, "steps": steps}
+    given |= {"learning_rate": learning_rate, "weight_decay": weight_decay}
+    given |= {"batch_size": batch_size, "compared_to": compared_to}
+    given = {name: value for name, value in given.items() if value is not None}
     if job is not None:
         from expunge.jobs.routes import read_setting
 
-        setting = read_setting(job)
-        parameters = setting.parameters
-    elif parameters is None:
+        refused = {"--parameters": parameters, "--samples": samples, "--epochs": epochs}
+        for name, value in refused.items():
+            if value is not None:
+                raise InputError.of(name, value, "left out with --job, which has its own")
+        setting = read_setting(job, pilot, **given)
+        if as_json:
+            own = {} if setting.plan is None else plan_to_dict(setting.plan)
+            facts = {k: v for k, v in vars(setting).items() if k not in ("plan", "network")}
+            facts = {k: to_plain(v) for k, v in facts.items() if v is not None}
+            print_json(own | facts)
+        else:
+            print_routes(setting)
+        return
+    if parameters is None:
         raise InputError("Missing option '--parameters'; give it, or --job")
-    routes = [] if setting is None else to_plain(setting.routes)
-    if setting is not None and parameters is None:
-        facts = {"routes": routes, "costs": to_plain(setting.costs)}
-        print_json(facts) if as_json else print_routes(setting)
-        return
-    assert parameters is not None
-    found = make_plan(
-        epsilon=epsilon,
-        delta=delta,
-        parameters=parameters,
-        scale=scale,
-        steps=steps,
-        learning_rate=learning_rate,
-        weight_decay=weight_decay,
-        batch_size=batch_size,
-        compared_to=cast(Any, compared_to),
-    )
-    if as_json:
-        print_json(plan_to_dict(found) | ({"routes": routes} if routes else {}))
-        return
-    print_plan(found)
-    if setting is not None:
-        print_routes(setting)
+    if pilot:
+        raise InputError("--pilot needs --job: a job of shards that names its data.pilot")
+    for name in ("epsilon", "delta"):
+        if name not in given:
+            raise InputError(f"Missing option '--{name}'; the noise is planned for a target")
+    found = make_plan(parameters=parameters, samples=samples, epochs=epochs, **given)
+    print_json(plan_to_dict(found)) if as_json else print_plan(found)
 
 
 CertificatePath = Annotated[
@@ -120,9 +139,12 @@ def verify(
         Path | None, typer.Option(help="Default: model.safetensors, or its index, beside it.")
     ] = None,
     public_key: Annotated[
-        Path | None, typer.Option(help="PEM file of the Ed25519 key it must be signed with.")
+        Path | None,
+        typer.Option("--key", "--public-key", help="The public key it must be signed with (PEM)."),
     ] = None,
-    parent: Annotated[Path | None, typer.Option(help="The certificate it is chained to.")] = None,
+    parent: Annotated[
+        Path | None, typer.Option(help="The certificate, or run directory, it is chained to.")
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="The operator's record of the run.")] = None,
     store: Annotated[
         Path | None,
@@ -135,6 +157,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Recompute everything: 0 it holds, 1 it does not and why, 2 the input is unusable."""
+    from expunge.certificates.verification import describe_key
     from expunge.certificates.verification import verify as check
     from expunge.certificates.wording import find_cautions
 
@@ -151,13 +174,15 @@ def verify(
 
         with open_shards(retrain, progress=True) as ensemble:
             ensemble.check(found)
+        if parent is None and found.parent is not None:
+            unchecked += ("what was not trained again was compared with nothing: give --parent",)
     if as_json:
-        print_json({"holds": True} | found.model_dump(mode="json"))
+        key = {"key": describe_key(found, public_key is not None)}
+        print_json({"holds": True} | key | found.model_dump(mode="json"))
         return
     typer.echo(
         f"{path} holds: epsilon = {found.epsilon:.6g}, delta = {found.delta:.6g}, "
-        f"compared to {found.compared_to}; "
-        + ("signed" if found.signature is not None else "not signed")
+        f"compared to {found.compared_to}; " + describe_key(found, public_key is not None)
     )
     for warning in (*found.warnings, *find_cautions(found), *unchecked):
         typer.echo(f"  {warning}")
@@ -199,8 +224,20 @@ def demo(
     run_demo(out)
 
 
-for command in (jobs.unlearn, jobs.init, heads.learn, heads.forget, doctor.doctor):
+for command in (
+    jobs.unlearn,
+    jobs.init,
+    heads.learn,
+    heads.forget,
+    keys.keygen,
+    keys.sign,
+    doctor.doctor,
+):
     app.command()(command)
+app.add_typer(ledger.app, name="ledger", rich_help_panel=None)
+app.command()(serve.serve)
+for command in (serve.token, serve.tokens, serve.revoke):
+    ledger.app.command()(command)
 
 
 @app.command()
@@ -244,9 +281,11 @@ def main() -> None:
             typer.echo(f"expunge: {error}", err=True)
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
             raise
-        typer.echo("expunge: this command needs torch; pip install 'expunge[torch]'", err=True)
+        extra = f"pip install 'expunge[{EXTRAS[missing]}]'"
+        typer.echo(f"expunge: this command needs {missing}; {extra}", err=True)
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)

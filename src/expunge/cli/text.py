@@ -12,7 +12,8 @@ import typer
 
 if TYPE_CHECKING:
     from expunge.accounting.planning import Plan
-    from expunge.jobs.prepare import Preview
+    from expunge.jobs.pilot import Pilot
+    from expunge.jobs.preview import Preview
     from expunge.jobs.routes import Setting
     from expunge.recipes import Guarantee, Recipe
 
@@ -30,18 +31,37 @@ def print_preview(found: Preview) -> None:
     import torch
 
     settled = found.settled
+    if found.why is not None:
+        _echo(f"route: {found.route}. {found.why}\n")
+    if found.route == "state":
+        _echo(f"  {found.forget:,} examples are forgotten; epsilon = 0.")
+        _echo(f"  It would write {found.directory}; this was a dry run and wrote nothing.")
+        return
     how = "calibrated to the target" if settled.calibrated else "as given"
     if settled.plan is not None:
         print_plan(settled.plan)
         print()
-        how = "planned: of the candidates, most can survive in it"
+        how = "planned for the target"
     print_guarantee(settled.recipe, settled.guarantee)
+    counted = f"; finite precision on {found.parameters:,} parameters is counted"
+    if settled.guarantee.mu == 0:
+        how, counted = "without noise", f"; {found.parameters:,} parameters are trained"
     threads = torch.get_num_threads()
+    several = (found.retain_people, found.forget_people) != (found.retain, found.forget)
+    told = f", those of {found.retain_people:,} and of {found.forget_people:,} people"
+    people = told if several else ""
     print(
-        f"  The recipe is {how}; finite precision on {found.parameters:,} parameters is counted.\n"
-        f"\n  {found.retain:,} samples are kept and {found.forget:,} forgotten.\n"
-        f"  {found.steps:,} noisy steps see {found.gradient_evaluations:,} examples, fine-tuning "
-        f"{found.finetune_gradient_evaluations:,}: about {found.seconds:,.1f} s here "
+        f"  The recipe is {how}{counted}.\n"
+        f"\n  {found.retain:,} samples are kept and {found.forget:,} forgotten{people}."
+    )
+    seen = f"the training sees {found.finetune_gradient_evaluations:,} examples"
+    if settled.guarantee.mu != 0:
+        seen = (
+            f"{found.steps:,} noisy steps see {found.gradient_evaluations:,} examples, fine-tuning "
+            f"{found.finetune_gradient_evaluations:,}"
+        )
+    print(
+        f"  {seen[:1].upper()}{seen[1:]}: about {found.seconds or 0:,.1f} s here "
         f"({threads} thread{'' if threads == 1 else 's'}).\n"
         f"  It would write {found.directory}; this was a dry run and wrote nothing."
     )
@@ -119,11 +139,13 @@ def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool = False) -> 
         if bound is not None
     ]
     print_table(("compared to", "epsilon", "delta", "mu"), rows, left=4, title="certifies")
-    for name, meaning in COMPARISONS.items():
+    for name, meaning in COMPARISONS.items() if found.mu != 0 else ():
         if name == "centre" and isinstance(recipe, ModelClipping):
             meaning = "the same run with nothing but the public centre before its first noise"
         if name == "retrained" or found.centre is not None:
             _echo(f"  {name}: indistinguishable from {meaning}")
+    if found.mu == 0:
+        _echo("  equal to training again without the forget data, with delta = 0 too")
     _echo(f"  by {found.theorem}")
     if found.survival_bound is not None:
         _echo(
@@ -162,10 +184,16 @@ def print_plan(found: Plan) -> None:
         if values:
             _echo(f"  {candidate.method}: " + ", ".join(values))
     _echo("\n" + found.advice)
+    for note in found.notes:
+        _echo(note)
 
 
 def print_routes(found: Setting) -> None:
-    """The routes of a public frozen network, and the next command."""
+    """The routes of a job, what they cost, why it takes one of them, and the next command."""
+    if found.plan is not None:
+        _print_measured(found, found.plan)
+        typer.echo(f"next: {found.next}")
+        return
     if found.routes and not found.costs:
         why = "The network is public and frozen" if found.network else "The inputs are vectors"
         _echo(f"\n{why}, so a head built to forget is open to you:")
@@ -180,13 +208,57 @@ def print_routes(found: Setting) -> None:
         names = ("shards", "slices", *("1 person" if n == 1 else f"{n:,} people" for n in counts))
         shown = [(str(S), str(R), *parts) for (S, R), parts in rows.items()]
         print_table(names, shown, left=0, title="part of all training that a request repeats")
+        if found.pilot is not None:
+            _print_pilot(found.pilot)
     elif found.routes:
         _echo("A head that was trained otherwise is learned anew, once, from the data that remain.")
-    _echo(f"next: {found.next}")
+    typer.echo(f"next: {found.next}")
+
+
+def _print_pilot(found: Pilot) -> None:
+    whole = found.prices[0].test
+    rows = [
+        (
+            "whole" if (p.shards, p.slices) == (1, 1) else f"{p.shards} x {p.slices}",
+            f"{p.test:.1f} ± {p.error:.1f}",
+            f"{p.test - whole:+.1f}",
+        )
+        for p in found.prices
+    ]
+    names = ("shards x slices", "test %", "minus whole")
+    print_table(names, rows, title="accuracy, one run each on the pilot's examples")
+    _echo(
+        f"  The pilot has {found.examples:,} examples, the job {found.of:,}: the fewer a "
+        "shard has, the higher the price. Whoever is learned was not looked at, so shards and "
+        "slices may be chosen by this table."
+    )
+
+
+def _print_measured(found: Setting, plan: Plan) -> None:
+    """One row for each route with its cost here, then the facts, what survives, and why."""
+    rows = [
+        (
+            route.name + (" ←" if route.name == found.route else ""),
+            route.guarantee if len(route.guarantee) < 16 else "(0, 0) …",
+            "–" if route.epochs is None else f"{route.epochs:,.3g}",
+            "–" if route.seconds is None else f"{route.seconds:,.2f}",
+            "–" if route.of_retraining is None else f"{route.of_retraining:.2f} ×",
+        )
+        for route in found.routes
+    ]
+    names = ("route", "(ε, δ)", "epochs", "seconds", "of retraining")
+    print_table(names, rows, left=2, pad_edge=False)
+    for route in found.routes:
+        _echo(f"  {route.name}: keeps {route.keeps}; asks for {route.asks_for}")
+    _echo(f"\n{found.assumption} Seconds are measured here, with evaluation.")
+    _echo(plan.advice)
+    for note in plan.notes:
+        _echo(note)
+    _echo(f"\nroute: {found.route}. {found.why}")
 
 
 def _echo(text: str) -> None:
     """A paragraph, wrapped at the width of the terminal."""
     from rich.console import Console
 
-    Console(highlight=False).print(text)
+    Console(highlight=False, markup=False).print(text)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from expunge.forgettable.features import make_probe
 from expunge.forgettable.folders import Folder
 from expunge.forgettable.slices import Assignment, Examples
 from expunge.processes.weights import hash_weights
+from expunge.training.losses import check_loss
 from expunge.training.randomness import derive_seed, seeded_random
 from expunge.training.settings import Settings
 from expunge.training.train import train
@@ -47,7 +47,6 @@ Tensors = dict[str, Tensor]
 _KEY = "expunge"
 FEWEST = 2
 _PROBE = 32
-_TESTED: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,29 @@ class Plan:
         return derive_seed(f"shards {purpose} {numbers} {self.assignment.seed}")
 
 
+def read_options(train: Train | None, options: Mapping[str, Any]) -> Settings | None:
+    """The options of training; none where ``train`` is a function of its own."""
+    if train is not None:
+        if options:
+            raise InputError.of(
+                next(iter(options)), next(iter(options.values())), "left out: train= trains"
+            )
+        if not callable(train):
+            raise InputError.of("train", train, "a function of (model, examples, seed)")
+        return None
+    for name in ("epochs", "learning_rate"):
+        if name not in options:
+            raise InputError(f"{name} is missing; give it, or train=")
+    if options.get("compile", False) is not False:
+        raise InputError.of("compile", options["compile"], "left out: constituents run plainly")
+    check_loss(options.get("loss_fn"))
+    given: dict[str, Any] = dict(options) | {"compile": False}
+    return Settings(**given)
+
+
 def _name(function: object) -> str:
+    if isinstance(function, str):
+        return function
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{getattr(named, '__module__', '')}.{getattr(named, '__qualname__', '')}"
 
@@ -223,14 +244,13 @@ def find_behaviour(plan: Plan, like: Examples) -> str:
             "build() gives other weights when it is called again under the same seed; it must "
             "make a fresh network, and draw from torch's, NumPy's or Python's global generator"
         )
-    if plan.deterministic and hash_weights(plan.train_stage(None, few, 0, 1)) != once:
+    if not plan.deterministic:
+        return ""
+    if hash_weights(plan.train_stage(None, few, 0, 1)) != once:
         raise InputError(
             "training gives other weights when it is run again with the same seed; draw from the "
             "seed only, or pass deterministic=False"
         )
-    if not plan.deterministic:
-        return ""
-    _TESTED[once] = os.getpid()
     return once
 
 
@@ -241,15 +261,16 @@ def _draw_like(like: Examples) -> Examples:
     return Examples(names, inputs, targets)
 
 
-def _check_behaviour(plan: Plan, expected: str, like: Examples) -> None:
-    """In a process that has not yet tested this training: it is the one it is said to be."""
-    if expected and _TESTED.get(expected) != os.getpid():
-        found = find_behaviour(plan, like)
-        if found != expected:
-            raise UnlearningError(
-                "training behaves differently in another process; what it needs must be the same "
-                "wherever it runs"
-            )
+def _check_behaviour(plan: Plan, expected: str, like: Examples | None) -> None:
+    """Before a training, and after it: what it makes of public noise is what it always did."""
+    if like is None or not expected:
+        return
+    if hash_weights(plan.train_stage(None, _draw_like(like), 0, 1)) != expected:
+        raise UnlearningError(
+            "training behaves differently than when the state was opened: it keeps something from "
+            "one call to the next, it is another in another process, or what it depends on was "
+            "changed (autocast, a default dtype, a file)"
+        )
 
 
 def measure_work(sizes: Sequence[Sequence[int]], touched: Mapping[int, int]) -> float:
@@ -302,10 +323,11 @@ def read_checkpoint(path: Path, lineage: str) -> Tensors | None:
 
 
 def train_constituent(
-    plan: Plan, settings: Mapping[str, Any], folder: Folder, shard: int
+    plan: Plan, settings: Mapping[str, Any], folder: Folder, shard: int, tested: bool = False
 ) -> tuple[int, int]:
     """Make every checkpoint of a shard that is missing or stale.
 
+    ``tested``: the training before this one, in the same call, tested it after its last stage.
     Returns (the first stage that was trained, or 0; examples that went through training).
     """
     slices = plan.assignment.slices
@@ -314,11 +336,14 @@ def train_constituent(
         return 0, 0
     lineages = list_lineages(settings, shard, (one.digest for one in held))
     valid, tensors = _find_last(folder, shard, lineages)
-    seen = 0
+    seen, expected = 0, settings.get("behaviour", "")
+    like = folder.find_example(plan.assignment)
     for stage in range(valid + 1, slices + 1):
         data = folder.read_slices(shard, stage)
-        _check_behaviour(plan, settings.get("behaviour", ""), data)
+        if stage == valid + 1 and not tested:
+            _check_behaviour(plan, expected, like)
         tensors = plan.train_finite(tensors, data, shard, stage)
+        _check_behaviour(plan, expected, like)
         seen += len(data)
         path = folder.path / folder.checkpoint_name(shard, stage - 1)
         write_checkpoint(path, tensors, lineages[stage - 1])

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Mapping, Set
+import os
+import shutil
+import sys
+from collections.abc import Generator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +17,10 @@ from typing import Any, cast
 import safetensors
 
 from expunge.errors import CertificateError, InputError, UnlearningError
-from expunge.forgettable.slices import NAME_BYTES, Assignment, Examples, join
+from expunge.forgettable.slices import NAME_BYTES, Assignment, Examples, arrange, join
+
+if sys.platform != "win32":
+    import fcntl
 
 FORMAT = "expunge-shards-1"
 
@@ -57,8 +64,29 @@ class Folder:
         known = {make(*at) for at in places for make in (self.slice_name, self.checkpoint_name)}
         for part in ("rows", "checkpoints"):
             for file in sorted((self.path / part).iterdir()):
-                if f"{part}/{file.name}" not in known and not file.name.startswith("."):
+                if file in self._list_unfinished():
+                    continue
+                if f"{part}/{file.name}" not in known or file.is_symlink():
                     raise InputError.of("state", str(file), "a slice or checkpoint of this state")
+
+    def _list_unfinished(self) -> list[Path]:
+        """Checkpoints that a killed process was writing."""
+        return list((self.path / "checkpoints").glob(".*.tmp"))
+
+    @contextmanager
+    def changing(self) -> Generator[None]:
+        """While slices change: no worker of a killed process trains, and none left anything."""
+        with hold_training(self.path, changing=True):
+            for file in self._list_unfinished():
+                file.unlink()
+            yield
+
+    def clear(self) -> None:
+        """Remove a state in which nothing was ever learned."""
+        for name in ("meta.json", "training"):
+            (self.path / name).unlink(missing_ok=True)
+        for name in ("rows", "journal", "checkpoints"):
+            shutil.rmtree(self.path / name, ignore_errors=True)
 
     def find_example(self, assignment: Assignment) -> Examples | None:
         """One example that is held."""
@@ -102,24 +130,41 @@ class Folder:
             found = file.stat()
         except FileNotFoundError:
             return _EMPTY
-        stamp = found.st_ino, found.st_mtime_ns, found.st_size
+        stamp = found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size
         return _scan(file, assignment, (shard, part), stamp)
 
 
 @functools.lru_cache(maxsize=65_536)
 def _scan(
-    file: Path, assignment: Assignment, place: tuple[int, int], stamp: tuple[int, int, int]
+    file: Path, assignment: Assignment, place: tuple[int, int], stamp: tuple[int, ...]
 ) -> Held:
     raw = file.read_bytes()
     try:
-        names = Examples.from_bytes(raw).read_names()
+        examples = Examples.from_bytes(raw)
+        places, plain = assignment.find_places(examples.names), arrange(examples).to_bytes()
     except (safetensors.SafetensorError, KeyError, ValueError):
         raise UnlearningError(f"{file} is damaged; restore the state as a whole") from None
-    if any(assignment.find_place(name) != place for name in names):
+    if (places != place).any():
         raise UnlearningError(
             f"{file} holds examples that do not belong there; restore the state as a whole"
         )
-    return Held(hashlib.sha256(raw).digest(), len(names))
+    if raw != plain:
+        raise UnlearningError(f"{file} is not as it was written; restore the state as a whole")
+    return Held(hashlib.sha256(raw).digest(), len(examples))
+
+
+@contextmanager
+def hold_training(folder: Path, *, changing: bool) -> Generator[None]:
+    """The lock of those who train, together, or of the one who changes slices, alone."""
+    if sys.platform == "win32":
+        yield
+        return
+    handle = os.open(folder / "training", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if changing else fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
 
 
 def read_shards_meta(file: Path) -> dict[str, Any]:

@@ -17,15 +17,12 @@ import tempfile
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from hashlib import sha256
-from multiprocessing import get_context
 from pathlib import Path
-from pickle import PicklingError
 from typing import Any, Unpack
 
 from expunge.certificates.certificate import Certificate
@@ -58,7 +55,7 @@ from expunge.forgettable.constituents import (
     list_own,
     measure_work,
     read_checkpoint,
-    train_constituent,
+    read_options,
 )
 from expunge.forgettable.distilling import train_student
 from expunge.forgettable.folders import FORMAT, Folder, Held, read_shards_meta
@@ -73,16 +70,14 @@ from expunge.forgettable.slices import (
 )
 from expunge.forgettable.starts import find_public
 from expunge.forgettable.store import create_folder, hold, write_together
+from expunge.forgettable.workers import Workers, train_all
 from expunge.noisy.model import Public
 from expunge.processes.weights import hash_weights, list_tensors
-from expunge.progress import show_progress
 from expunge.recipes import Execution, ShardedTraining
-from expunge.training.losses import check_loss
-from expunge.training.settings import Options, Settings, SharedOptions, spell_out
+from expunge.training.settings import Options, SharedOptions, spell_out
 from expunge.training.train import describe_training
 
 MOST_RELEASES = 100
-Workers = Callable[[Plan, Mapping[str, Any], Folder, Sequence[int]], Sequence[tuple[int, int]]]
 
 
 class ShardOptions(SharedOptions, total=False):
@@ -145,7 +140,7 @@ class Shards:
         if type(deterministic) is not bool:
             raise InputError.of("deterministic", deterministic, "True or False")
         assignment = Assignment(shards, slices, seed)
-        self.plan = Plan(assignment, build, _read_options(train, options), train, deterministic)
+        self.plan = Plan(assignment, build, read_options(train, options), train, deterministic)
         self.public: Public | None = public
         self.combination: Combination = combination
         self.workers, self.progress = workers, progress
@@ -187,17 +182,19 @@ class Shards:
             return 0
         examples = read_examples(self.plan.assignment, data, names)
         with self._holding(writing=True):
-            if not self._settings:
+            fresh = not self._settings
+            if fresh:
                 self._create(examples)
             if not self._behaviour:
                 self._behaviour = find_behaviour(self.plan, examples)
-            files, new = dict[str, bytes](), 0
+            files, before, new = dict[str, bytes](), dict[str, bytes](), 0
             for place, part in split(self.plan.assignment, examples).items():
                 held = self._folder.read_slice(*place)
                 joined = add(held, part)
                 gained = len(joined) - (0 if held is None else len(held))
                 if gained:
                     files |= self._replace(place, joined.to_bytes())
+                    before |= self._replace(place, b"" if held is None else held.to_bytes())
                     new += gained
             self._check_shapes(examples)
             known = self._folder.read_forgotten()
@@ -208,9 +205,10 @@ class Shards:
                     stacklevel=2,
                 )
                 files |= self._folder.mark(known - back, {})
-            if files:
-                write_together(self._folder.path, files)
-            self._train()
+                before |= self._folder.mark(known, {})
+            with self._undoing(before, fresh):
+                self._write(files)
+                self._train()
         return new
 
     def forget(self, ids: Iterable[object], *, since: Certificate | None = None) -> Run:
@@ -242,9 +240,7 @@ class Shards:
                     "no shard would hold two examples or more; there would be nothing to release"
                 )
             if files:
-                write_together(
-                    self._folder.path, files | self._folder.mark(marks | held.keys(), held)
-                )
+                self._write(files | self._folder.mark(marks | held.keys(), held))
             self._train()
             counts = self._folder.read_counts()
             gone = sum(counts.get(mark.hex(), 0) for mark in wanted)
@@ -343,12 +339,14 @@ class Shards:
         with self._holding(writing=False):
             if sharding.digest != self.digest():
                 raise InputError("the examples held now are not those of this run; release again")
-            if sharding.hashes != self._hash_constituents():
+            constituents = self._read_constituents()
+            if sharding.hashes != self._hash_constituents(constituents):
                 raise InputError("run.model is not the ensemble of this state; release again")
             slices, shards = self.plan.assignment.slices, range(self.plan.assignment.shards)
             held = join(self._folder.read_slices(shard, slices) for shard in shards)
+        teacher = Ensemble(self.plan.make(0), constituents, self.combination).eval()
         student = self.plan.make(self.plan.assignment.shards)
-        log = train_student(student, run.model, held, options)
+        log = train_student(student, teacher, held, options)
         record = replace(
             run.record,
             parameters=sum(tensor.numel() for tensor in list_tensors(student).values()),
@@ -390,9 +388,29 @@ class Shards:
         """A slice with other examples; the checkpoints that saw the old ones go with them."""
         shard, part = place
         later = range(part, self.plan.assignment.slices)
-        stale = [self._folder.checkpoint_name(shard, k) for k in later]
-        gone = {name: b"" for name in stale if (self._folder.path / name).exists()}
-        return {self._folder.slice_name(shard, part): data, **gone}
+        stale = (self._folder.checkpoint_name(shard, k) for k in later)
+        return {self._folder.slice_name(shard, part): data, **dict.fromkeys(stale, b"")}
+
+    def _write(self, files: Mapping[str, bytes]) -> None:
+        place = self._folder.path
+        needed = {name: data for name, data in files.items() if data or (place / name).exists()}
+        if needed:
+            with self._folder.changing():
+                write_together(place, needed)
+
+    @contextmanager
+    def _undoing(self, before: Mapping[str, bytes], fresh: bool) -> Generator[None]:
+        """What cannot be trained is not learned: kept, it would stand in every request's way."""
+        try:
+            yield
+        except RunError:
+            raise
+        except Exception:
+            self._write(before)
+            if fresh:
+                self._settings = {}
+                self._folder.clear()
+            raise
 
     def _check_shapes(self, examples: Examples) -> None:
         """New examples are like those of every other slice."""
@@ -408,6 +426,11 @@ class Shards:
             file = self._folder.path / "meta.json"
             if file.exists() and not self._settings:
                 self._open(file)
+            elif self._settings and self._describe() != self._settings:
+                raise InputError(
+                    "build(), the plan or the combination is not what it was when the state was "
+                    "opened; make Shards anew"
+                )
             yield
 
     def _create(self, examples: Examples) -> None:
@@ -459,30 +482,8 @@ class Shards:
 
     def _train(self) -> None:
         """Make every checkpoint that is missing or stale."""
-        shards = range(self.plan.assignment.shards)
-        call = (self.plan, self._settings | {"behaviour": self._behaviour}, self._folder)
-        try:
-            if callable(self.workers):
-                found = self.workers(*call, shards)
-            elif self.workers == 1:
-                shown = show_progress(shards, len(shards), "shards", self.progress)
-                found = [train_constituent(*call, shard) for shard in shown]
-            else:
-                with ProcessPoolExecutor(self.workers, get_context("spawn")) as pool:
-                    waiting = [pool.submit(train_constituent, *call, shard) for shard in shards]
-                    found = [task.result() for task in waiting]
-        except OSError as error:
-            raise RunError(
-                f"{self._folder.path} could not be written ({error.strerror}); what was asked for "
-                "is kept: call again"
-            ) from None
-        except (AttributeError, TypeError, PicklingError) as error:
-            if "pickle" not in str(error):
-                raise
-            raise InputError.of(
-                "workers", self.workers, "1 unless build and all functions can be imported by name"
-            ) from None
-        self.trained = {shard: told for shard, told in enumerate(found) if told[0]}
+        settings = self._settings | {"behaviour": self._behaviour}
+        self.trained = train_all(self.plan, settings, self._folder, self.workers, self.progress)
 
     def _read_constituents(self) -> dict[int, Tensors]:
         """The tensors of every shard that holds examples enough."""
@@ -520,7 +521,7 @@ class Shards:
         if since is None:
             return known[-1] if known else None
         found = [one for one in known if one["weights"] == since.weights.noisy]
-        if not found:
+        if not found or since.digest != since.compute_digest():
             raise InputError.of("since", since.weights.after, "a release of this state")
         return found[-1]
 
@@ -564,25 +565,6 @@ class Shards:
             versions=list_versions(),
         )
         return Run(model.eval(), record, frozenset(names))
-
-
-def _read_options(train: Train | None, options: Mapping[str, Any]) -> Settings | None:
-    if train is not None:
-        if options:
-            raise InputError.of(
-                next(iter(options)), next(iter(options.values())), "left out: train= trains"
-            )
-        if not callable(train):
-            raise InputError.of("train", train, "a function of (model, examples, seed)")
-        return None
-    for name in ("epochs", "learning_rate"):
-        if name not in options:
-            raise InputError(f"{name} is missing; give it, or train=")
-    if options.get("compile", False) is not False:
-        raise InputError.of("compile", options["compile"], "left out: constituents run plainly")
-    check_loss(options.get("loss_fn"))
-    given: dict[str, Any] = dict(options) | {"compile": False}
-    return Settings(**given)
 
 
 def _find_first(before: list[str] | None, now: list[str]) -> int:

@@ -1,76 +1,27 @@
 """The data of a job, split by identifiers into what is kept, what is forgotten, and a test set.
 
 Identifiers are text in Unicode's NFC. One may stand on many samples: it names a person, not a row,
-and forgetting it forgets every sample that carries it.
+and forgetting it forgets every sample that carries it, in the test set too.
 """
 
 from __future__ import annotations
 
-import csv
-import importlib
-import unicodedata
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
+from expunge.certificates import identifiers
 from expunge.errors import InputError
-from expunge.training.batches import Batches
+from expunge.training.batches import Batches, find_ids
 
-
-def read_ids(path: str | Path, column: str | None = None) -> list[str]:
-    """Identifiers from a text file, one per line, or from a ``column`` of a CSV or Parquet file.
-
-    Blank lines are skipped, spaces around an identifier dropped, and one that is named again counts
-    once. Parquet needs ``pyarrow``.
-    """
-    file = Path(path)
-    try:
-        if column is not None or file.suffix in (".csv", ".parquet"):
-            found = _read_column(file, column)
-        else:
-            found = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"file of identifiers {file} cannot be read: {reason}") from error
-    names = [normalise(name) for line in found if (name := line.strip())]
-    if not names:
-        raise InputError(f"file of identifiers {file} names no identifier; it must name at least 1")
-    return list(dict.fromkeys(names))
-
-
-def normalise(name: str) -> str:
-    """An identifier as it is compared: texts that look the same are the same.
-
-    >>> normalise("Zoe\u0308") == "Zo\u00eb"
-    True
-    """
-    return unicodedata.normalize("NFC", name)
-
-
-def _read_column(file: Path, column: str | None) -> list[str]:
-    """A column of a CSV or Parquet file."""
-    if file.suffix == ".parquet":
-        try:
-            parquet: Any = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
-        columns: list[str] = parquet.read_schema(file).names
-        chosen = [column] if column in columns else []
-        rows: list[dict[str, Any]] = parquet.read_table(file, columns=chosen).to_pylist()
-    else:
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            table = csv.DictReader(text)
-            rows, columns = list(table), list(table.fieldnames or ())
-    if column is None or column not in columns:
-        raise InputError.of(f"column of {file}", column, f"one of {columns}")
-    return ["" if row[column] is None else str(row[column]) for row in rows]
+LOG = logging.getLogger("expunge")
+_KEYS = ("train", "ids", "test", "test_ids", "collate")
 
 
 Collate = Callable[[list[Any]], Any]
@@ -87,6 +38,10 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.positions)
+
+    def count_people(self) -> int:
+        """How many identifiers stand on these samples."""
+        return len(set(self.ids))
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor] | None:
@@ -117,6 +72,7 @@ def split_data(loaded: object, forget: Iterable[str], forgotten: Iterable[str] =
     """Split what a job's ``load()`` returned by the identifiers to forget.
 
     ``forgotten`` are identifiers of earlier requests: they are left out wherever they still are.
+    Who is forgotten leaves the test set too, where its identifiers are known.
 
     >>> data = {"train": (torch.eye(5), torch.arange(5)), "ids": ["a", "b", "c", "d", "b"]}
     >>> splits = split_data(data, ["b"], ["d", "gone"])
@@ -124,8 +80,8 @@ def split_data(loaded: object, forget: Iterable[str], forgotten: Iterable[str] =
     (('a', 'c'), ('b', 'b'), None)
     """
     train, ids, test, collate = open_data(loaded)
-    wanted = set(map(normalise, forget))
-    leaving = wanted.union(map(normalise, forgotten))
+    wanted = set(identifiers.read_ids(forget))
+    leaving = wanted.union(identifiers.read_ids(forgotten))
     unknown = sorted(wanted.difference(ids))
     if unknown:
         raise InputError(
@@ -139,29 +95,58 @@ def split_data(loaded: object, forget: Iterable[str], forgotten: Iterable[str] =
             f"data.forget names {len(gone)} of the {len(gone) + len(kept)} samples that are left; "
             "at least one must be forgotten and at least one kept"
         )
-    everything = tuple(range(0 if test is None else count_samples(test, "data.load: test")))
+    retain = Split(train, kept, tuple(ids[i] for i in kept), collate)
+    for name, like in identifiers.find_lookalikes(wanted, retain.ids)[:1]:
+        LOG.warning(
+            "%r is forgotten and %r is kept: if they are one person, name both in data.forget",
+            name, like,
+        )  # fmt: skip
     return Splits(
-        retain=Split(train, kept, tuple(ids[i] for i in kept), collate),
+        retain=retain,
         forget=Split(train, gone, tuple(ids[i] for i in gone), collate),
-        test=None if test is None else Split(test, everything, (), collate),
+        test=None if test is None else _leave_out(test, _find_tested(loaded), leaving, collate),
     )
 
 
-def open_data(loaded: object) -> tuple[Any, list[str], Any, Collate | None]:
+def _find_tested(loaded: object) -> list[str] | None:
+    """The identifiers of the test set, if ``load()`` or the test set itself tells them."""
+    data = cast(Mapping[str, Any], loaded)
+    given, test = data.get("test_ids"), data["test"]
+    if given is None and find_ids(test) is None:
+        return None
+    return _list_ids(given, test, count_samples(test, "data.load: test"), "test_ids")
+
+
+def _leave_out(
+    test: Any, ids: list[str] | None, leaving: set[str], collate: Collate | None
+) -> Split:
+    """The test set without the samples of people who are forgotten."""
+    count = count_samples(test, "data.load: test")
+    if ids is None:
+        return Split(test, tuple(range(count)), (), collate)
+    stay = tuple(i for i, name in enumerate(ids) if name not in leaving)
+    if len(stay) < count:
+        LOG.info(
+            "%d samples of the test set are of forgotten people and left out", count - len(stay)
+        )
+    return Split(test, stay, tuple(ids[i] for i in stay), collate)
+
+
+def open_data(
+    loaded: object, name: str = "data.load"
+) -> tuple[Any, list[str], Any, Collate | None]:
     """What a job's ``load()`` returned: train, one identifier per sample, test and collate."""
     if not isinstance(loaded, Mapping) or "train" not in loaded:
         raise InputError(
-            f"data.load returned a {type(loaded).__name__}; it must return a mapping with the key "
-            "'train', and optionally 'ids', 'test' and 'collate'"
+            f"{name} returned a {type(loaded).__name__}; it must return a mapping with the key "
+            "'train', and optionally 'ids', 'test', 'test_ids' and 'collate'"
         )
     data = cast(Mapping[str, Any], loaded)
-    unknown = sorted(set(map(str, data)) - {"train", "ids", "test", "collate"})
+    unknown = sorted(set(map(str, data)).difference(_KEYS))
     if unknown:
-        raise InputError(
-            f"data.load returned the key {unknown[0]!r}; it may have train, ids, test and collate"
-        )
+        raise InputError(f"{name} returned the key {unknown[0]!r}; it may have {', '.join(_KEYS)}")
     train = data["train"]
-    ids = _list_ids(data.get("ids"), train, count_samples(train, "data.load: train"))
+    ids = _list_ids(data.get("ids"), train, count_samples(train, f"{name}: train"))
     return train, ids, data.get("test"), data.get("collate")
 
 
@@ -226,17 +211,19 @@ def count_samples(dataset: Any, what: str) -> int:
     return len(dataset)
 
 
-def _list_ids(given: Any, train: Any, count: int) -> list[str]:
+def _list_ids(given: Any, held: Any, count: int, key: str = "ids") -> list[str]:
     """One identifier per sample; positions if there are none."""
     if given is None:
-        given = getattr(train, "ids", None)
+        given = find_ids(held)
     if given is None:
         return [str(i) for i in range(count)]
-    values: list[Any] = given.tolist() if isinstance(given, np.ndarray | Tensor) else list(given)
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, str | int | np.integer):
-            raise InputError.of("data.load: an identifier in ids", value, "a text or whole number")
-    if len(values) != count:
+    try:
+        names = identifiers.read_ids(given)
+    except InputError as error:
+        raise InputError(f"data.load: {error}") from None
+    except TypeError:
+        raise InputError.of(f"data.load: {key}", given, "a list of identifiers") from None
+    if len(names) != count:
         valid = f"{count}, as many as samples"
-        raise InputError.of("data.load: the number of ids", len(values), valid)
-    return [normalise(str(value)) for value in values]
+        raise InputError.of(f"data.load: the number of {key}", len(names), valid)
+    return list(names)

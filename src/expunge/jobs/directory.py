@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from expunge.certificates.certificate import Certificate
-from expunge.certificates.record import RunRecord
+from expunge.certificates.record import Adapter, RunRecord
 from expunge.errors import CertificateError, InputError, RunError, UnlearningError
 from expunge.files import hold_lock, read_limited, synced_together, to_plain, write_atomic
 from expunge.jobs.jobfile import JobFile, list_files
@@ -77,17 +77,29 @@ def write_run(
 
     The file of weights holds the parameters and persistent buffers of the module, which must be
     those that the certificate is about, and nothing else. It repeats the certificate's main facts
-    in its metadata, so that file and certificate name each other. With ``processes`` all of them
-    must call this; rank 0 writes, and the others hand it their parts of a sharded model.
+    in its metadata, so that file and certificate name each other. A certified adapter of PEFT is
+    also written alone, to ``adapter/``, as PEFT reads it, with the certificate. With ``processes``
+    all of them must call this; rank 0 writes, and the others hand it their parts of a sharded
+    model.
     """
     from expunge.processes.group import find_processes, is_sharded
-    from expunge.processes.weights import hash_weights, list_tensors, save_together, save_weights
+    from expunge.processes.weights import (
+        find_nonfinite,
+        hash_weights,
+        list_tensors,
+        save_together,
+        save_weights,
+    )
 
     group = find_processes(processes or False)
     target, tensors, sharded = Path(directory), list_tensors(model), is_sharded(model)
     facts = certificate.safetensors_metadata()
     found = hash_weights(tensors, group)
+    public = certificate.weights.public
     with group.together():
+        wrong = find_nonfinite(tensors, () if public is None else public.names)
+        if wrong is not None:
+            raise UnlearningError(f"{wrong} holds values that are not finite; nothing is released")
         if found != certificate.weights.after:
             raise UnlearningError(
                 "these are not the weights the certificate is about; certify after the last change"
@@ -108,6 +120,8 @@ def write_run(
                     save_together(draft, tensors, facts, group)
                 else:
                     save_weights(draft / "model.safetensors", tensors, facts)
+                if certificate.weights.adapter is not None:
+                    _write_adapter(draft / "adapter", model, certificate)
                 record.save(draft / "record.json")
                 certificate.save(draft / "certificate.json")
                 plain = to_plain(metrics or {})
@@ -119,6 +133,23 @@ def write_run(
             shutil.rmtree(draft, ignore_errors=True)
             raise
     return target
+
+
+def _write_adapter(folder: Path, model: nn.Module, certificate: Certificate) -> None:
+    """The adapter as PEFT's files, which must be those that the certificate is about."""
+    from expunge.processes.adapters import find_adapter
+    from expunge.processes.weights import save_weights
+
+    public, told = certificate.weights.public, certificate.weights.adapter
+    found = find_adapter(model, () if public is None else public.names)
+    if found is None or told is None or found.describe() != Adapter(**told.model_dump()):
+        raise UnlearningError("the model's adapter is not the one that the certificate is about")
+    folder.mkdir()
+    save_weights(
+        folder / "adapter_model.safetensors", found.tensors, certificate.safetensors_metadata()
+    )
+    write_atomic(folder / "adapter_config.json", found.config)
+    certificate.save(folder / "certificate.json")
 
 
 def workspace_of(target: Path) -> Path:
@@ -204,11 +235,14 @@ def hash_job(made: JobFile) -> str:
     The code that the job names and the data that it loads are not in it. The hash of a short list
     can be guessed from it, so it belongs to files that stay with the operator.
     """
+    from expunge.jobs.checkpoints import find_file, list_parts
+
     tables = made.job.model_dump(mode="json", exclude=cast(Any, WHERE))
     files = {
-        name: _hash_file(made.locate(name))
+        f"{name} {part.name}": _hash_file(part)
         for key, name in list_files(made.job)
         if key != ("output", "sign")
+        for part in list_parts(find_file(made.locate(name), ".".join(key)))
     }
     text = json.dumps({"tables": tables, "files": files}, sort_keys=True)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

@@ -177,7 +177,7 @@ def read_facts(target: Path) -> dict[str, Any]:
     path = target / "certificate.json"
     certificate = json.loads(read_limited(path, MAX_BYTES, "certificate"))
     metrics = read_metrics(target)
-    method = certificate["recipe"]["method"]
+    method = metrics.get("arm") or certificate["recipe"]["method"]
     own = [row for row in metrics.get("stages", []) if row.get("arm") == method]
     last = own[-1] if own else {}
     names = ("epsilon", "delta", "compared_to", "releasable", "resumed", "warnings")

@@ -18,6 +18,7 @@ from expunge.forgettable.features import Features
 from expunge.forgettable.loading import Head
 from expunge.forgettable.statistics import Compute, StatisticsHead
 from expunge.forgettable.tangent import TangentFeatures
+from expunge.jobs.checkpoints import read_weights
 from expunge.jobs.data import find_tensors, open_data
 from expunge.jobs.directory import FULL
 from expunge.jobs.jobfile import HeadJobFile, read_head_job
@@ -27,7 +28,6 @@ from expunge.jobs.loading import (
     importing_from,
     load_function,
     put_weights,
-    read_weights,
 )
 from expunge.jobs.releases import (
     Learner,

@@ -17,14 +17,22 @@ from typing import Any, cast
 from pydantic import BaseModel, ValidationError
 
 from expunge.errors import ExpungeError, InputError, UnlearningError
-from expunge.jobs.methods import make_recipe, settle
+from expunge.jobs.methods import (
+    NOISE_KEYS,
+    choose_route,
+    find_public_weights,
+    make_recipe,
+    settle,
+)
 from expunge.jobs.tables import (
+    EXACT,
     HEAD_TABLES,
     HEADS,
     LOSSES,
     NAMES,
     SHARDS_TABLES,
     TABLES,
+    CentreTable,
     ConvexTable,
     DataTable,
     FinetuneTable,
@@ -35,7 +43,7 @@ from expunge.jobs.tables import (
     PlanTable,
     ShardsJob,
 )
-from expunge.recipes import describe_fields
+from expunge.recipes import MAX_STEPS, describe_fields
 
 MAX_BYTES = 100_000
 FILE_KEYS = (
@@ -47,6 +55,7 @@ FILE_KEYS = (
     ("centre", "weights"),
     ("output", "sign"),
 )
+FOLDER_KEYS = (("model", "weights"), ("model", "public"), ("centre", "weights"))
 FUNCTIONS = (
     ("model", "build"),
     ("model", "loss"),
@@ -114,6 +123,7 @@ def read_job(path: str | Path) -> JobFile:
     tables, mistakes = _validate(data, TABLES, Job)
     mistakes += _check_method(data.get("method"), tables)
     mistakes += _check_choices(tables)
+    mistakes += _check_route(tables, data)
     mistakes += _check_paths(Job.model_construct(**tables), file.absolute().parent)
     if mistakes:
         raise join_mistakes(file, text, mistakes)
@@ -168,7 +178,7 @@ def _parse(path: str | Path) -> tuple[Path, str, dict[str, Any]]:
     try:
         text = raw.decode("utf-8-sig")
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # TOML's own errors are among them
         raise InputError(f"job file {file} is not valid TOML: {error}") from None
     return file, text, data
 
@@ -287,6 +297,9 @@ def _check_method(given: Any, tables: Mapping[str, Any]) -> list[Mistake]:
     try:
         if name == "plan":
             PlanTable.model_validate(own)
+        elif name in EXACT:
+            if mistakes := list(_refuse_noise(name, given)):
+                return mistakes
         elif mistakes := list(_check_parameters(name, own)):
             return mistakes
         if method is not None and target is not None:
@@ -300,6 +313,40 @@ def _check_method(given: Any, tables: Mapping[str, Any]) -> list[Mistake]:
     return []
 
 
+def _refuse_noise(name: str, given: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Retraining has a seed; how it trains stands in ``[finetune]``."""
+    for key in given:
+        if key not in ("name", "seed"):
+            asked = "its training stands in [finetune]" if key in FinetuneTable.model_fields else ""
+            hint = asked or suggest(key, ["name", "seed"])
+            yield ("method", key), f"method.{key} is not known to {name}; {hint}"
+
+
+def _check_route(tables: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[Mistake]:
+    """What a route without noise asks of the other tables."""
+    if not {"model", "method"} <= tables.keys():
+        return
+    job = Job.model_construct(**tables)
+    route, method = choose_route(job), job.method
+    if job.model.state is not None and method.name != "plan":
+        said = f"model.state is {job.model.state!r}; it must be left out"
+        yield ("model", "state"), f"{said} with method.name = {method.name!r}"
+    if route not in (*EXACT, "state"):
+        return
+    for key in NOISE_KEYS if method.name == "plan" else ():
+        if key in method.parameters:
+            asked = "name one with choose, or leave it out"
+            said = f"method.{key} is for a noisy method, and the plan takes {route}; {asked}"
+            yield ("method", key), said
+    if route != "state" and "finetune" not in given:
+        said = f"[finetune] is missing; {route} trains with its epochs and learning_rate"
+        yield ("method", "name"), said
+    known = "centre" in tables or "centre" not in given
+    if route == "restart" and known and find_public_weights(job) is None:
+        said = "centre.weights is missing; a restart begins from public weights"
+        yield ("method", "name"), said
+
+
 def _check_parameters(name: str, own: Mapping[str, Any]) -> Iterator[Mistake]:
     """Unknown, missing and wrong ones, each by itself: the others are such that any value fits."""
     described = {parameter.name: parameter for parameter in describe_fields(name)}
@@ -308,7 +355,7 @@ def _check_parameters(name: str, own: Mapping[str, Any]) -> Iterator[Mistake]:
             yield ("method",), f"method.{key} is missing; {name} needs it"
     others = {key: _HARMLESS.get(parameter.kind, 1) for key, parameter in described.items()}
     steps = own.get("steps")
-    if "steps" in described and type(steps) is int and steps > 0:
+    if "steps" in described and type(steps) is int and 0 < steps <= MAX_STEPS:
         others["steps"] = steps
     for key, value in own.items():
         if key not in described:
@@ -326,6 +373,7 @@ def _check_choices(tables: Mapping[str, Any]) -> Iterator[Mistake]:
     model: ModelTable | None = tables.get("model")
     data: DataTable | None = tables.get("data")
     tuning: FinetuneTable | None = tables.get("finetune")
+    centre: CentreTable | None = tables.get("centre")
     if model and model.parent is not None and data and not data.forgotten:
         asked = "data.forgotten must name the lists of the earlier requests"
         said = f"model.parent is given, so {asked}: they must stay out of the retained data"
@@ -336,6 +384,14 @@ def _check_choices(tables: Mapping[str, Any]) -> Iterator[Mistake]:
     if data and data.column is None and Path(data.forget).suffix in (".csv", ".parquet"):
         asked = f"{data.forget} needs the name of the column that holds the identifiers"
         yield ("data", "forget"), f"data.column is missing; {asked}"
+    if centre and centre.weights is not None:
+        for name in ("kind", "seed"):
+            if (given := getattr(centre, name)) is not None:
+                said = f"centre.{name} is {given!r}; it must be left out with centre.weights"
+                yield ("centre", name), said
+    elif centre and centre.kind == "zero" and centre.seed is not None:
+        said = f"centre.seed is {centre.seed!r}; it must be left out with centre.kind = 'zero'"
+        yield ("centre", "seed"), said
     if tuning and tuning.momentum > 0 and tuning.optimizer != "sgd":
         asked = f"left out with optimizer = {tuning.optimizer!r}"
         said = f"finetune.momentum is {tuning.momentum}; it must be {asked}"
@@ -345,8 +401,13 @@ def _check_choices(tables: Mapping[str, Any]) -> Iterator[Mistake]:
 def _check_paths(job: Job | HeadJob | ShardsJob, folder: Path) -> Iterator[Mistake]:
     """Every file that the job reads is there, and so is the home of every function."""
     for key, file in list_files(job):
-        if not (folder / Path(file).expanduser()).is_file():
+        path = folder / Path(file).expanduser()
+        if not (path.is_file() or (path.is_dir() and key in FOLDER_KEYS)):
             yield key, f"{'.'.join(key)} is {file!r}; there is no such file in {folder}"
+    state = getattr(getattr(job, "model", None), "state", None)
+    if state is not None and not (folder / Path(state).expanduser() / "meta.json").is_file():
+        said = f"model.state is {state!r}; there is no state of expunge learn in {folder}"
+        yield ("model", "state"), said
     for key in FUNCTIONS:
         given = getattr(getattr(job, key[0], None), key[1], None) or ""
         home = given.rpartition(":")[0]

@@ -1,14 +1,12 @@
-"""What a job names, loaded: functions as ``module:function`` and weights from files.
+"""What a job names, loaded: functions as ``module:function``, and weights into a module.
 
-Importing runs the code that the job names, as ``python`` would. Weights are data: no code in a
-weights file is ever run.
+Importing runs the code that the job names, as ``python`` would.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import sys
 import sysconfig
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
@@ -16,15 +14,15 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from expunge.errors import ExpungeError, InputError, describe_error
+from expunge.jobs.checkpoints import match_names
 
 _INSTALLED = {sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")}
-_NESTED = ("state_dict", "model_state_dict", "model")
 
 
 @contextmanager
@@ -105,52 +103,6 @@ def build_model(build: Callable[[], Any], field: str = "model.build") -> nn.Modu
     return model
 
 
-def read_weights(path: Path, field: str) -> dict[str, Tensor]:
-    """The named tensors of a safetensors or torch file; a checkpoint's state dict is found in it.
-
-    >>> read_weights(Path("/nowhere/w.pt"), "model.weights")
-    Traceback (most recent call last):
-    ...
-    expunge.errors.InputError: model.weights is /nowhere/w.pt, which cannot be read: [Errno 2] ...
-    """
-    try:
-        if path.suffix in (".safetensors", ".json"):
-            from safetensors.torch import load_file
-
-            parts = map(load_file, _list_parts(path))
-            loaded: Any = {name: tensor for part in parts for name, tensor in part.items()}
-        else:
-            loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).split("\n")[0]
-        raise InputError(f"{field} is {path}, which cannot be read: {reason}") from None
-    if isinstance(loaded, Mapping):
-        given = cast(Mapping[Any, Any], loaded)
-        nested = [given[key] for key in _NESTED if isinstance(given.get(key), Mapping)]
-        tensors = dict(cast(Mapping[str, Any], nested[0] if nested else given))
-        if tensors and all(isinstance(value, Tensor) for value in tensors.values()):
-            return tensors
-    raise InputError(f"{field} is {path}; it must hold named tensors, as state_dict() gives them")
-
-
-def read_metadata(path: Path) -> Mapping[str, str]:
-    """What a safetensors file, or the first file of an index, says about itself."""
-    from safetensors import safe_open
-
-    if path.suffix not in (".safetensors", ".json"):
-        return {}
-    with safe_open(_list_parts(path)[0], "pt") as file:
-        return file.metadata() or {}
-
-
-def _list_parts(path: Path) -> list[Path]:
-    """The safetensors files of an index; a file itself is its only part."""
-    if path.suffix == ".safetensors":
-        return [path]
-    names: Iterable[str] = json.loads(path.read_text("utf-8"))["weight_map"].values()
-    return [path.with_name(Path(name).name) for name in sorted(set(names))]
-
-
 def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> tuple[str, ...]:
     """Copy weights into the module; returns the names of frozen tensors that stay as they were.
 
@@ -158,7 +110,7 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> 
     and buffers may be left out: an adapter's file needs no base model.
     """
     own = model.state_dict(keep_vars=True)
-    given = match_names(model, tensors)
+    given = match_names(model, tensors, field)
     unknown = [name for name in given if name not in own]
     if unknown:
         raise InputError(
@@ -169,7 +121,13 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> 
             raise InputError.of(
                 f"{field}: the shape of {name}", tuple(tensor.shape), f"{tuple(own[name].shape)}"
             )
-    present = {id(own[name]) for name in given}
+    present = dict[int, str]()
+    for name, tensor in given.items():
+        first = present.setdefault(id(own[name]), name)
+        if first != name and not torch.equal(tensor, given[first]):
+            raise InputError(
+                f"{field} has different values for the tied weights {first} and {name}"
+            )
     missing = [name for name, tensor in own.items() if id(tensor) not in present]
     trainable = [name for name in missing if own[name].requires_grad]
     if trainable:
@@ -179,19 +137,6 @@ def put_weights(model: nn.Module, tensors: Mapping[str, Tensor], field: str) -> 
         )
     model.load_state_dict(given, strict=False)
     return tuple(missing)
-
-
-def match_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors by the module's own names: PEFT leaves an adapter's name out of its files."""
-    adapters = cast(Mapping[str, Any], getattr(model, "peft_config", None) or {})
-    own = model.state_dict()
-    short = {
-        name.replace(f".{adapter}.", "."): name
-        for name in own
-        for adapter in adapters
-        if f".{adapter}." in name
-    }
-    return {name if name in own else short.get(name, name): t for name, t in tensors.items()}
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -268,16 +268,47 @@ def _run_on_ray(
         waiting, running = deque(items), dict[Any, Item]()
         most = len(items) if pool.workers is None else pool.workers
         try:
-            while waiting or running:
-                while waiting and len(running) < most:
-                    item = waiting.popleft()
-                    sized = remote.options(num_cpus=item.cpus, num_gpus=item.gpus, name=item.name)
-                    packed = ray.cloudpickle.dumps((function, item.argument))
-                    running[sized.remote(places, packed)] = item
-                for reference in ray.wait(list(running), timeout=1.0)[0]:
-                    yield _collect(ray, reference, running.pop(reference), pool.retries)
+            with _hearing() as pass_on:
+                while waiting or running:
+                    while waiting and len(running) < most:
+                        item = waiting.popleft()
+                        sized = remote.options(
+                            num_cpus=item.cpus, num_gpus=item.gpus, name=item.name
+                        )
+                        packed = ray.cloudpickle.dumps((function, item.argument))
+                        running[sized.remote(places, packed)] = item
+                    for reference in ray.wait(list(running), timeout=1.0)[0]:
+                        yield _collect(ray, reference, running.pop(reference), pool.retries)
+                    pass_on()
         finally:
             _stop(ray, list(running))
+
+
+@contextmanager
+def _hearing() -> Generator[Callable[[], None]]:
+    """Signals are noted while Ray's code runs, which may swallow what a handler raises; what is
+    yielded calls the handlers that were there."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    heard, before = list[int](), dict[int, Any]()
+
+    def pass_on() -> None:
+        while heard:
+            number = heard.pop()
+            if callable(before[number]):
+                before[number](number, None)
+            elif before[number] == signal.SIG_DFL:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        yield pass_on
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def unpack_and_attempt(places: list[str], packed: bytes) -> tuple[Any, str | None, float]:

@@ -1,63 +1,69 @@
-"""A job made ready to run: its model, data, loss and recipe, all checked, nothing written.
-
-A dry run stops here, and tells recipe, cost, and what the certificate would say.
-"""
+"""A job made ready to run: model, data, loss, start and recipe, all checked, nothing written."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
-import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from expunge.accounting.guarantee import guarantee_to_dict
+from expunge.baselines.retraining import DrawnStart, Initialise, PublicStart, start_afresh
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.identifiers import opens
 from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import sign_bytes
-from expunge.errors import CertificateError, InputError
-from expunge.jobs.data import Split, Splits, make_loader, read_ids, split_data
-from expunge.jobs.directory import check_output
-from expunge.jobs.jobfile import JobFile, read_job
+from expunge.errors import CertificateError, InputError, UnlearningError
+from expunge.jobs.checkpoints import find_file, match_names, read_metadata, read_weights
+from expunge.jobs.data import Split, Splits, make_loader, split_data
+from expunge.jobs.jobfile import JobFile
+from expunge.jobs.lists import read_ids
 from expunge.jobs.loading import (
     build_model,
     explaining,
-    importing_from,
     load_function,
-    match_names,
     put_weights,
-    read_metadata,
-    read_weights,
 )
-from expunge.jobs.methods import Settled, settle
-from expunge.noisy.model import Public, copy_model, list_uncertified
-from expunge.noisy.noise import SeededNoise
+from expunge.jobs.methods import Settled, choose_route, find_public_weights, settle
+from expunge.jobs.tables import EXACT, CentreTable
+from expunge.noisy.centre import PublicCentre, choose_scale, find_centre
+from expunge.noisy.fresh import PUBLIC_SEED, Initialisation, find_fixed, take_weights
+from expunge.noisy.model import (
+    CertifiedModel,
+    Public,
+    copy_model,
+    list_uncertified,
+    reset_statistics,
+)
+from expunge.processes.adapters import check_adapters
 from expunge.processes.weights import hash_weights, list_tensors
-from expunge.recipes import OutputPerturbation
 from expunge.training.batches import move_batch
 from expunge.training.losses import LossFunction, compute_loss, find_loss
-from expunge.training.randomness import untouched_random
+from expunge.training.randomness import seeded_random, untouched_random
 
 LOG = logging.getLogger("expunge")
-MOST_DRAWN = 1_000_000
+_REDRAW = (
+    "draw it from torch's global generator, or restart from public weights "
+    "(method.name = 'restart', [centre] weights)"
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """Everything a run needs. ``parameters`` counts the certified ones; ``needed_bytes`` is what a
     run may write: two checkpoints (the old one stays until the new one is complete) and the model.
+    ``start`` is where retraining begins, with the hash ``start_hash``; a noisy run has none.
+    ``frozen``: the model is a frozen, public network with a head at its end.
     """
 
     model: nn.Module
-    centre: dict[str, Tensor] | None
+    start: Initialise | None
+    centre: PublicCentre | None
     public: Public | None
     splits: Splits
     loss_fn: LossFunction
@@ -66,6 +72,8 @@ class Prepared:
     callback: Callable[[dict[str, Any]], object] | None
     parameters: int
     needed_bytes: int
+    start_hash: str | None = None
+    frozen: bool = False
 
 
 def prepare(made: JobFile) -> Prepared:
@@ -76,6 +84,7 @@ def prepare(made: JobFile) -> Prepared:
     with explaining("data.load failed"):
         splits = split_data(functions["data.load"](), forget, itertools.chain(*earlier))
     model = build_model(functions["model.build"])
+    check_adapters(model)
     public = _find_public(made, model)
     kept = put_weights(
         model, read_weights(made.locate(job.model.weights), "model.weights"), "model.weights"
@@ -85,103 +94,100 @@ def prepare(made: JobFile) -> Prepared:
     if job.model.device is not None:
         with explaining(f"model.device is {job.model.device!r}, which cannot be used"):
             model.to(job.model.device)
-    centre = None
-    if job.centre is not None:
-        found = read_weights(made.locate(job.centre.weights), "centre.weights")
-        centre = match_names(model, found)
-    loss_fn = _find_loss(made, splits.retain)
+    loss_fn, exact = _find_loss(made, splits.retain), choose_route(job) in EXACT
     _check_earlier(made, splits, earlier)
-    copied = copy_model(model, centre, buffers=job.model.buffers, public=public)
+    policy = "reset" if exact else job.model.buffers
+    copied = copy_model(model, buffers=policy, public=public)
+    centre = None if exact else _find_centre(made, copied, functions["model.build"])
+    scale = None if centre is None else choose_scale(centre.tensors)
+    start = _find_start(made, copied, functions["model.build"]) if exact else None
+    if start is not None:
+        reset_statistics(copied)
+        start_afresh(model, copied, start)
+    held = hash_weights(list_tensors(copied.model)) if exact else None
     _try_batch(copied.model, splits.retain, loss_fn, min(job.method.batch_size, 2))
     parent = _read_parent(made, model)
     if job.output.sign is not None:
         sign_bytes(b"", made.locate(job.output.sign))
     return Prepared(
         model=model,
+        start=start,
         centre=centre,
         public=public,
         splits=splits,
         loss_fn=loss_fn,
-        settled=settle(job.method, job.target, copied.size),
+        settled=settle(job.method, job.target, copied.size, scale),
         parent=parent,
         callback=functions.get("output.callback"),
         parameters=copied.size,
-        needed_bytes=16 * copied.size + sum(t.nbytes for t in list_tensors(model).values()),
+        needed_bytes=24 * copied.size + sum(t.nbytes for t in list_tensors(model).values()),
+        start_hash=held,
+        frozen=public is not None and _ends_in_head(model),
     )
 
 
-@dataclass(frozen=True)
-class Preview:
-    """``gradient_evaluations`` counts examples in the noisy steps; ``seconds`` is an estimate from
-    timing one gradient and one draw of noise on this machine."""
+def _ends_in_head(model: nn.Module) -> bool:
+    """Whether all that is frozen comes before all that is trained; an adapter lies in between.
 
-    directory: Path
-    settled: Settled
-    parameters: int
-    retain: int
-    forget: int
-    steps: int
-    gradient_evaluations: int
-    finetune_gradient_evaluations: int
-    seconds: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """One flat object, as ``--json`` prints it."""
-        plain = {name: value for name, value in vars(self).items() if name != "settled"}
-        plain |= {"directory": str(self.directory), "calibrated": self.settled.calibrated}
-        return plain | guarantee_to_dict(self.settled.recipe, self.settled.guarantee)
-
-
-def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
-    """Read, build and check everything, time a step, and write nothing.
-
-    >>> preview_job("/nowhere/job.toml")
-    Traceback (most recent call last):
-    ...
-    expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
+    >>> _ends_in_head(nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2)))
+    True
     """
-    made = read_job(path)
-    target = made.find_target(out)
-    check_output(target, resume=False)
-    with importing_from(made.folder):
-        ready = prepare(made)
-        check_output(target, False, ready.needed_bytes)
-        with explaining("a step cannot be timed"):
-            gradient, noise = _time_step(made, ready)
-    kept, recipe = len(ready.splits.retain), ready.settled.recipe
-    batch = min(made.job.method.batch_size, kept)
-    steps = 0 if isinstance(recipe, OutputPerturbation) else recipe.steps
-    tuning = 0 if made.job.finetune is None else math.ceil(made.job.finetune.epochs * kept)
-    seconds = (steps * batch + tuning) / batch * gradient + max(steps, 1) * noise
-    return Preview(
-        directory=target,
-        settled=ready.settled,
-        parameters=ready.parameters,
-        retain=kept,
-        forget=len(ready.splits.forget),
-        steps=steps,
-        gradient_evaluations=steps * batch,
-        finetune_gradient_evaluations=tuning,
-        seconds=seconds * (2 if made.job.evaluation.control else 1),
-    )
+    trained = [p.requires_grad for p in model.parameters()]
+    return trained == sorted(trained) and not all(trained)
 
 
-def _time_step(made: JobFile, ready: Prepared) -> tuple[float, float]:
-    """Seconds of one minibatch gradient and of one draw of noise over all certified parameters."""
-    job = made.job
-    loader = make_loader(ready.splits.retain, job.method.batch_size, seed=0)
-    copied = copy_model(ready.model, ready.centre, buffers=job.model.buffers, public=ready.public)
-    gradient = math.inf
-    with untouched_random():
-        batch = move_batch(next(iter(loader)), copied.device)
-        for _ in range(2):  # the first one is slow
-            start = time.perf_counter()
-            compute_loss(copied.model, batch, ready.loss_fn).backward()
-            gradient = min(gradient, time.perf_counter() - start)
-    drawn = np.empty(min(ready.parameters, MOST_DRAWN))
-    start = time.perf_counter()
-    SeededNoise(0).begin().draw(drawn, step=0, position=0, std=1e6)
-    return gradient, (time.perf_counter() - start) * ready.parameters / len(drawn)
+def _find_start(made: JobFile, copied: CertifiedModel, build: Callable[[], Any]) -> Initialise:
+    """Where retraining begins: what ``build()`` draws under the public seed, or public weights.
+
+    ``build()`` is called again: what differs from call to call, or is the same under another seed,
+    is drawn from no public seed. Of public weights, what they have not is as ``build()`` draws it:
+    a new head on a public network.
+    """
+    seed, drawn = made.job.method.seed or 0, list[nn.Module]()
+    for number in (seed, seed, seed + 1):
+        with seeded_random(number):
+            drawn.append(build_model(build))
+    fresh, again, other = (dict(m.named_parameters(remove_duplicate=False)) for m in drawn)
+    for name, p in fresh.items():
+        if name not in again or not torch.equal(p, again[name]):
+            raise InputError(
+                f"model.build draws another {name} when it is called again under seed {seed}; it "
+                "must draw from torch's global generator alone, so that anyone can draw it again"
+            )
+    file = find_public_weights(made.job)
+    if choose_route(made.job) == "retraining" or file is None:
+        _check_drawn(copied.certified, fresh, other)
+        weights = take_weights(copied.certified, lambda: drawn[0], "model.build", _REDRAW)
+        return DrawnStart(weights)
+    found = _read_public(made, file, "centre.weights")
+    found = match_names(copied.model, found, "centre.weights")
+    names = dict[int, list[str]]()
+    for name, p in copied.model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    groups = [names[id(p)] for p in copied.certified.values()]
+    lacking = [group[0] for group in groups if not found.keys() & set(group)]
+    if len(lacking) == len(groups):
+        raise InputError(
+            f"centre.weights is {file!r}, which has none of the model's trainable parameters, such "
+            f"as {lacking[0]}"
+        )
+    told = Path(file).name
+    _check_drawn(lacking, fresh, other)
+    if lacking:
+        told += f" (without {', '.join(lacking[:3])}{' …' if len(lacking) > 3 else ''}: as built)"
+    return PublicStart(found | {name: fresh[name].detach() for name in lacking}, told)
+
+
+def _check_drawn(
+    names: Iterable[str], fresh: Mapping[str, Tensor], other: Mapping[str, Tensor]
+) -> None:
+    """Refuse what is the same under every seed, constants aside: it came from somewhere else."""
+    known = [n for n in names if n in fresh and n in other and len(fresh[n].unique()) > 1]
+    if fixed := find_fixed({n: fresh[n] for n in known}, {n: other[n] for n in known}):
+        raise InputError(
+            f"model.build gives the same {fixed[0]} under every seed, or one that is alike, so the "
+            f"old model could be in it; {_REDRAW}"
+        )
 
 
 def _import_functions(made: JobFile) -> dict[str, Callable[..., Any]]:
@@ -259,9 +265,44 @@ def _find_public(made: JobFile, model: nn.Module) -> Public | None:
     given = made.job.model.public
     if given == "build":
         return {name: t.detach().clone() for name, t in list_uncertified(model).items()}
-    if isinstance(given, str) and given.endswith(".safetensors"):
-        return made.locate(given)
-    return read_weights(made.locate(given), "model.public") if isinstance(given, str) else given
+    if not isinstance(given, str):
+        return given
+    path = find_file(made.locate(given), "model.public")
+    tensors = _read_public(made, given, "model.public")
+    named = match_names(model, tensors, "model.public")
+    return path if path.suffix == ".safetensors" and named.keys() == tensors.keys() else named
+
+
+def _read_public(made: JobFile, file: str, field: str) -> dict[str, Tensor]:
+    """Weights that never saw the data: the release of a run did, since it was trained on them."""
+    path = made.locate(file)
+    found = read_weights(path, field)
+    if "expunge.certificate" in read_metadata(path, field):
+        raise InputError(
+            f"{field} is {file!r}, the release of an earlier request: it was trained on the data "
+            "that were kept then, and who is to be forgotten now may be among them; name weights "
+            "from before the data arrived"
+        )
+    return found
+
+
+def _find_centre(made: JobFile, copied: CertifiedModel, build: Callable[[], Any]) -> PublicCentre:
+    """What ``build()`` draws under the public seed, unless the job names another centre."""
+    table = made.job.centre or CentreTable.model_validate({})
+    if table.weights is not None:
+        found = _read_public(made, table.weights, "centre.weights")
+        return find_centre(copied, match_names(copied.model, found, "centre.weights"))
+    if table.kind == "zero":
+        return find_centre(copied, "zero")
+    seed = PUBLIC_SEED if table.seed is None else table.seed
+    start = Initialisation(seed, functools.partial(build_model, build))
+    try:
+        return find_centre(copied, start)
+    except UnlearningError as error:
+        raise InputError(
+            f"model.build cannot give a fresh centre: {error}; or name public weights in "
+            "[centre] weights, or say [centre] kind = 'zero'"
+        ) from None
 
 
 def _find_loss(made: JobFile, retain: Split) -> LossFunction:

@@ -18,7 +18,8 @@ from expunge.certificates.record import list_versions
 from expunge.errors import ExpungeError, InputError
 from expunge.jobs.directory import open_workspace, workspace_of
 from expunge.jobs.jobfile import JobFile, read_job
-from expunge.jobs.tables import Job
+from expunge.jobs.methods import choose_route
+from expunge.jobs.tables import EXACT, Job
 from expunge.processes.agreement import check_start
 from expunge.processes.group import CHECK_EVERY, TIMEOUT_SECONDS, Processes, joined
 
@@ -89,7 +90,13 @@ def shard_model(model: nn.Module, processes: Processes) -> None:
 
 
 def _check_sizes(job: Job, processes: Processes) -> None:
-    """Refuse batches that the processes do not divide, and what needs a second model."""
+    """Refuse batches that the processes do not divide, and what needs a second model or one
+    process."""
+    if not processes.alone and (route := choose_route(job)) in (*EXACT, "state"):
+        raise InputError(
+            f"method.name is {job.method.name!r}, and {'a' if route == 'state' else 'its'} {route} "
+            "is of one process; start the job without torchrun, or name a noisy method"
+        )
     if job.processes.shard and processes.alone:
         raise InputError(
             "processes.shard is true, but this is one process; start the job with torchrun "

@@ -68,6 +68,7 @@ def release_state(
     delta: float = 1e-5,
     network: nn.Module | None = None,
     test: Any = None,
+    metrics: dict[str, Any] | None = None,
 ) -> Released:
     """Forget ``ids``, if any, and write the next release with its certificate to ``out``."""
     folder, target, said = Path(state), Path(out).absolute(), list[str]()
@@ -109,7 +110,8 @@ def release_state(
         certificate = certify(record, delta=delta, parent=parent)
         replace(asked, out=str(target), certificate=certificate.sha256).write(folder)
         try:
-            write_run(target, model=run.model, record=record, certificate=certificate)
+            made: dict[str, Any] = {"record": record, "certificate": certificate}
+            write_run(target, model=run.model, metrics=metrics, **made)
         except OSError as error:
             raise RunError(
                 f"{out} could not be written ({error.strerror}); nothing is lost: the same command "

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, cast
 
+from expunge.accounting.planning import Plan, plan
+from expunge.accounting.precision import NoisyRecipe
+from expunge.errors import InputError
 from expunge.jobs.data import open_data
-from expunge.jobs.jobfile import HeadJobFile, find_method, read_head_job, read_job
-from expunge.jobs.loading import build_model, explaining, importing_from, load_function
+from expunge.jobs.jobfile import HeadJobFile, JobFile, find_method, read_head_job, read_job
+from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.methods import NOISE_KEYS, choose_route, find_public_weights
+from expunge.jobs.pilot import Pilot, run_pilot
+from expunge.jobs.prepare import Prepared, prepare
 from expunge.jobs.shards import SIZES, expect_work
-from expunge.jobs.tables import HEADS, ShardsJob
+from expunge.jobs.tables import EXACT, HEADS, FinetuneTable, Job, ShardsJob
+from expunge.jobs.timing import Times, time_evaluation, time_noise, time_training
+from expunge.jobs.training import tell_why
 
 
 @dataclass(frozen=True)
 class Route:
-    """A way to forget: its guarantee, what it keeps, what a request costs, what it asks for."""
+    """A way to forget: its guarantee, what it keeps, what a request costs, what it asks for.
+
+    Of a job also what that is here: examples in ``gradient_evaluations``, ``epochs`` of the
+    retained data and ``seconds``, measured; ``of_retraining`` is the part of retraining's time.
+    """
 
     name: str
     guarantee: str
     keeps: str
     costs: str
     asks_for: str
+    gradient_evaluations: int | None = None
+    epochs: float | None = None
+    seconds: float | None = None
+    of_retraining: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,11 +80,32 @@ SHARDS = Route(
 )
 
 
+RETRAINING = Route(
+    "retraining", "(0, 0)", "nothing of the old model", "a full training", "nothing but the data"
+)
+RESTART = Route(
+    "restart",
+    "(0, 0)",
+    "all that is public",
+    "a full training",
+    "public weights that never saw the forget data",
+)
+STATE = Route(
+    "state",
+    "(0, 0)",
+    "all that the retained data say",
+    "the training of what the request touches",
+    "a model built to forget, as expunge learn made it",
+)
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a job has to plan with: its certified ``parameters``, the routes, the next command.
 
-    Without a ``network`` the inputs of heads are vectors.
+    Without a ``network`` the inputs of heads are vectors. ``route`` is the one that the job takes
+    and ``why``; ``plan`` has the recipes of noisy methods, ``assumption`` says what retraining was
+    taken to be.
     """
 
     parameters: int | None
@@ -73,39 +113,153 @@ class Setting:
     next: str
     costs: tuple[Cost, ...] = ()
     network: bool = True
+    pilot: Pilot | None = None
+    route: str | None = None
+    why: str | None = None
+    assumption: str | None = None
+    plan: Plan | None = None
 
 
-def read_setting(path: str | Path) -> Setting:
-    """A head's job has the routes of heads; another has them if it freezes a public backbone."""
+def read_setting(path: str | Path, pilot: bool = False, **target: Any) -> Setting:
+    """A head's job has the routes of heads; another has retraining and noisy methods, measured,
+    and those of heads if it freezes a public backbone.
+
+    With ``pilot`` a job of shards is tried on the examples of its ``data.pilot``. ``target`` are
+    options of :func:`expunge.plan` in place of the job's own.
+    """
     if find_method(path) in HEADS:
         made = read_head_job(path)
         then = f"expunge learn {shlex.quote(str(path))} --release release-1"
         if isinstance(made.job, ShardsJob):
-            return Setting(None, (SHARDS,), then, _list_costs(made, made.job))
+            return _read_shards(made, made.job, then, pilot)
+        _refuse_pilot(pilot, made.job.method.name)
         return Setting(None, ROUTES, then, network=made.job.model.build is not None)
     made = read_job(path)
+    _refuse_pilot(pilot, made.job.method.name)
+    return plan_job(made, **target)
+
+
+def plan_job(made: JobFile, **target: Any) -> Setting:
+    """The routes of a job that unlearns, each with what it costs here; ``target`` are options of
+    :func:`expunge.plan` in place of the job's own."""
     with importing_from(made.folder):
-        model = build_model(load_function("model.build", made.job.model.build, made.folder))
-    sizes = {True: 0, False: 0}
-    for parameter in model.parameters():
-        sizes[parameter.requires_grad] += parameter.numel()
-    public = made.job.model.public is not None and sizes[False] > 0
-    then = (
-        "expunge init DIR --head"
-        if public
-        else f"expunge unlearn {shlex.quote(str(path))} --dry-run"
+        ready = prepare(made)
+        with explaining("a step cannot be timed"):
+            return _measure_routes(made, ready, target)
+
+
+def _measure_routes(made: JobFile, ready: Prepared, target: Mapping[str, Any]) -> Setting:
+    job, kept = made.job, len(ready.splits.retain)
+    table, assumption = _assume_training(job)
+    training, evaluation = time_training(ready, table), time_evaluation(made, ready)
+    given = dict[str, Any](
+        epsilon=job.target.epsilon,
+        delta=job.target.delta,
+        compared_to=job.target.compared_to,
+        batch_size=job.method.batch_size,
     )
-    return Setting(sizes[True], ROUTES if public else (), then)
+    own = {k: v for k, v in job.method.parameters.items() if k in NOISE_KEYS}
+    given |= (own if job.method.name == "plan" else {}) | dict(target)
+    found = plan(parameters=ready.parameters, samples=kept, epochs=table.epochs, **given)
+    base = round(table.epochs * kept)
+    whole = Times(None, training, evaluation).add_up(False)
+    routes = [replace(RETRAINING, gradient_evaluations=base, epochs=table.epochs, seconds=whole)]
+    if find_public_weights(job) is not None:
+        routes.insert(0, replace(routes[0], **_tell(RESTART)))
+    tuning = 0 if job.finetune is None else math.ceil(job.finetune.epochs * kept)
+    tuned = None if job.finetune is None else time_training(ready, job.finetune)
+    each = time_noise(made, ready, _take(found, "gradient-clipping"))
+    for candidate in found.candidates:
+        if candidate.method == "retraining":
+            continue
+        noise = each
+        if candidate.method == "output-perturbation":
+            noise = time_noise(made, ready, _take(found, candidate.method))
+        seen = candidate.steps * min(given["batch_size"], kept) + tuning
+        routes.append(
+            Route(
+                candidate.method,
+                f"({found.epsilon:g}, {found.delta:g})",
+                f"at most {100 * candidate.kept_norm / candidate.expected_norm:.2g} % of the "
+                f"noise's length; {100 * candidate.survival_bound:.1f} % of runs can differ",
+                "noisy steps and the fine-tuning",
+                "nothing: any model, however it was trained",
+                gradient_evaluations=seen,
+                epochs=seen / kept,
+                seconds=Times(noise, tuned, evaluation).add_up(False),
+            )
+        )
+    if job.model.state is not None:
+        routes.insert(0, STATE)
+    elif ready.frozen:
+        routes += ROUTES
+    routes.append(SHARDS)
+    routes = [r if r.seconds is None else replace(r, of_retraining=r.seconds / whole)
+              for r in routes]  # fmt: skip
+    return Setting(
+        ready.parameters,
+        tuple(routes),
+        _find_next(made, ready),
+        route=choose_route(job),
+        why=tell_why(made, ready.frozen),
+        assumption=assumption,
+        plan=found,
+    )
 
 
-def _list_costs(made: HeadJobFile, job: ShardsJob) -> tuple[Cost, ...]:
-    """One, ten and a hundred people and a tenth of all, for a few sizes and the job's own."""
-    with importing_from(made.folder), explaining("data.load failed"):
-        people = len(set(open_data(load_function("data.load", job.data.load, made.folder)())[1]))
-    own = job.method.shards, job.method.slices
+def _tell(route: Route) -> dict[str, str]:
+    names = ("name", "guarantee", "keeps", "costs", "asks_for")
+    return {name: getattr(route, name) for name in names}
+
+
+def _take(found: Plan, method: str) -> NoisyRecipe:
+    return cast(NoisyRecipe, next(c.recipe for c in found.candidates if c.method == method))
+
+
+def _assume_training(job: Job) -> tuple[FinetuneTable, str]:
+    """What retraining is taken to be, and where that stands."""
+    epochs = job.evaluation.retraining_epochs
+    if choose_route(job) in EXACT and job.finetune is not None:
+        return job.finetune, f"Retraining is that of [finetune]: {job.finetune.epochs:g} epochs."
+    table = job.finetune or FinetuneTable(epochs=10.0, learning_rate=0.01)
+    if epochs is not None:
+        told = "evaluation.retraining_epochs"
+    elif job.finetune is not None:
+        epochs, told = table.epochs, "[finetune]; say evaluation.retraining_epochs if it is another"
+    else:
+        epochs, told = table.epochs, "no key: it is assumed; say evaluation.retraining_epochs"
+    table = table.model_copy(update={"epochs": epochs})
+    return table, f"Retraining is taken to be {epochs:g} epochs, from {told}."
+
+
+def _find_next(made: JobFile, ready: Prepared) -> str:
+    """The next command; the route of a job that names a noisy method is its own."""
+    then = f"expunge unlearn {shlex.quote(str(made.path))}"
+    if ready.frozen and made.job.model.state is None:
+        return f"{then} (or, for a head built to forget: expunge init DIR --head)"
+    return then
+
+
+def _refuse_pilot(pilot: bool, method: str) -> None:
+    if pilot:
+        raise InputError(f"--pilot measures shards, and this is a job of {method}; leave it out")
+
+
+def _read_shards(made: HeadJobFile, job: ShardsJob, then: str, pilot: bool) -> Setting:
+    """What requests cost, for a few sizes and the job's own; with ``pilot``, in accuracy too."""
+    sizes = tuple(dict.fromkeys([(job.method.shards, job.method.slices), *SIZES]))
+    with importing_from(made.folder):
+        with explaining("data.load failed"):
+            ids = open_data(load_function("data.load", job.data.load, made.folder)())[1]
+        tried = run_pilot(made, job, ids, sizes, progress=True) if pilot else None
+    return Setting(None, (SHARDS,), then, list_costs(sizes, len(set(ids))), pilot=tried)
+
+
+def list_costs(sizes: Iterable[tuple[int, int]], people: int) -> tuple[Cost, ...]:
+    """One, ten and a hundred people and a tenth of all."""
     asked = [count for count in (1, 10, 100) if count < people] + [max(people // 10, 1)]
     return tuple(
         Cost(S, R, count, expect_work(S, R, count))
-        for S, R in dict.fromkeys([own, *SIZES])
+        for S, R in sizes
         for count in sorted(set(asked))
     )

@@ -1,4 +1,4 @@
-"""A job run from start to end: measure, unlearn, fine-tune, certify, write.
+"""A job run from start to end: measure, unlearn and fine-tune, or train again, certify, write.
 
 The output directory appears in one rename when all of it is there. Until then the run lives in a
 hidden folder beside it, from which it can be resumed. What was measured on the way is in
@@ -13,18 +13,17 @@ import shutil
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from expunge.baselines.retraining import Initialise, retrain
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.identifiers import commit
-from expunge.certificates.record import Run
+from expunge.certificates.record import Run, list_versions
 from expunge.errors import UnlearningError
-from expunge.jobs.data import make_loader
+from expunge.jobs.data import Split, make_loader
 from expunge.jobs.directory import (
     FULL,
     check_output,
@@ -36,32 +35,34 @@ from expunge.jobs.directory import (
 )
 from expunge.jobs.jobfile import JobFile
 from expunge.jobs.loading import explaining, importing_from
+from expunge.jobs.methods import choose_route
 from expunge.jobs.prepare import Prepared, prepare
 from expunge.jobs.ranks import CHECKPOINTS, join_job, shard_model, share_workspace
+from expunge.jobs.states import Finished, forget_in_state
 from expunge.jobs.tables import FinetuneTable
 from expunge.jobs.tracking import SETS, Tracker, describe_scores
+from expunge.jobs.training import TRAINING, count_training_steps, list_options, tell_why
 from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.noise import SeededNoise, SystemNoise
-from expunge.noisy.run import Start, unlearn
+from expunge.noisy.run import Start, describe_data, unlearn
 from expunge.processes.agreement import check_start
 from expunge.processes.group import Processes, is_restarted
 from expunge.processes.stopping import Stopper, catch_signals
-from expunge.recipes import method_name, to_dict
-from expunge.reports.metrics import AFTER_NOISE, AFTER_TUNING, BEFORE, CENTRE, RETRAINING
+from expunge.recipes import Retraining, to_dict
+from expunge.reports.metrics import (
+    AFTER_NOISE,
+    AFTER_TRAINING,
+    AFTER_TUNING,
+    BEFORE,
+    CENTRE,
+    RETRAINING,
+)
 from expunge.training.evaluation import measure
+from expunge.training.resuming import Keeper
 from expunge.training.train import fine_tune
 
 LOG = logging.getLogger("expunge")
 NO_SALT = "00" * 32  # for a file that is private anyway
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A complete run directory, its certificate and what was measured."""
-
-    directory: Path
-    certificate: Certificate
-    metrics: dict[str, Any]
 
 
 def run_job(
@@ -84,6 +85,9 @@ def run_job(
     """
     with join_job(path) as (made, processes):
         target = made.find_target(out)
+        if choose_route(made.job) == "state":
+            with importing_from(made.folder):
+                return forget_in_state(made, target)
         if is_restarted():
             if processes.share(is_finished(made, target)):
                 certificate = Certificate.load(target / "certificate.json")
@@ -96,7 +100,7 @@ def run_job(
                 ready = prepare(made)
                 if processes.leads:
                     check_output(target, resume, ready.needed_bytes)
-            identity = _identify(made, ready)
+            identity = identify(made, ready)
             check_start(processes, identity)
             with share_workspace(target, resume, identity, processes) as work:
                 running = _Running(made, ready, work, stopper, processes, progress)
@@ -151,13 +155,21 @@ class _Running:
 
     def _run_all(self) -> Run:
         retain, forget = self.ready.splits.retain, self.ready.splits.forget
-        recipe = self.ready.settled.recipe
+        recipe, route = self.ready.settled.recipe, choose_route(self.job)
         LOG.info(
-            "%s on %d parameters: %d samples kept, %d forgotten",
-            method_name(recipe), self.ready.parameters, len(retain), len(forget),
+            "%s on %d parameters: %s kept, %s forgotten",
+            route, self.ready.parameters, _say_size(retain), _say_size(forget, ""),
         )  # fmt: skip
+        if self.job.method.name == "plan":
+            LOG.info("%s", tell_why(self.made, self.ready.frozen))
         self.tracker.tell("start", recipe=to_dict(recipe), retain=len(retain))
         self._measure(BEFORE, self.ready.model)
+        if self.ready.start is not None:
+            if self.job.evaluation.control:
+                LOG.info("there is no control: nothing of this run depends on the old model")
+            run = self._retrain(self.ready.start)
+            self._measure(AFTER_TRAINING, run.model)
+            return run
         run = self._unlearn_and_tune("model", None)
         if self.job.evaluation.control:
             LOG.info("the control: the same from the centre, which never saw the old model")
@@ -172,10 +184,60 @@ class _Running:
             self._measure(AFTER_TUNING, run.model, arm)
         return run
 
+    def _retrain(self, start: Initialise) -> Run:
+        """The whole training, saved now and then: with a seed that is public, a stop changes
+        nothing."""
+        job, splits, table = self.job, self.ready.splits, self.job.finetune
+        assert table is not None
+        steps = count_training_steps(splits.retain, table)
+        keeper = Keeper(
+            self.work / TRAINING,
+            {"versions": list_versions(), **identify(self.made, self.ready)},
+            job.output.checkpoint_seconds,
+        )
+
+        def on_step(done: int) -> None:
+            if done == steps or self.tracker.is_due("step"):
+                self.tracker.tell("step", step=done, steps=steps)
+            self.stopper.check()
+
+        def on_pass(passes: int, loss: float) -> None:
+            self.losses[min(float(passes), table.epochs)] = loss
+            self.tracker.tell("training", epoch=passes, loss=loss)
+
+        self.stopper.patient = True
+        try:
+            run = retrain(
+                self.ready.model,
+                make_loader(
+                    splits.retain, table.batch_size, seed=self.seed, workers=job.data.workers
+                ),
+                initialise=start,
+                public=self.ready.public,
+                forget_ids=splits.forget.ids,
+                retain_ids=splits.retain.ids,
+                on_pass=on_pass,
+                on_step=on_step,
+                keeper=keeper,
+                progress=self.progress,
+                loss_fn=self.ready.loss_fn,
+                **list_options(table, self.seed),
+            )
+        finally:
+            self.stopper.patient = False
+        self.stopper.check()
+        if run.record.weights_noisy != self.ready.start_hash:
+            raise UnlearningError(
+                "the start of the training is not the one that was checked; model.build or the "
+                "file of public weights gave another one when it was read again"
+            )
+        return run
+
     def _unlearn(self, start: Start) -> Run:
         """The noisy steps. Only those from the old model are worth a checkpoint and patience."""
         job, ready, real = self.job, self.ready, start == "model"
         recipe, splits = ready.settled.recipe, ready.splits
+        assert not isinstance(recipe, Retraining)
         steps, seed = getattr(recipe, "steps", 1), job.method.seed
         place = self.work / CHECKPOINTS[not self.processes.alone]
 
@@ -193,7 +255,7 @@ class _Running:
                 ),
                 recipe,
                 loss_fn=ready.loss_fn,
-                centre=ready.centre,
+                centre="zero" if ready.centre is None else ready.centre,
                 public=ready.public,
                 noise=SystemNoise() if seed is None else SeededNoise(seed),
                 start=start,
@@ -228,10 +290,8 @@ class _Running:
             on_pass=on_pass,
             progress=self.progress,
             processes=self.processes,
-            optimizer=_choose_optimizer(table),
             loss_fn=self.ready.loss_fn,
-            seed=self.seed,
-            **table.model_dump(exclude={"batch_size", "optimizer"}),
+            **list_options(table, self.seed),
         )
 
     def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
@@ -244,6 +304,7 @@ class _Running:
                 loader = make_loader(split.first(table.most), table.batch_size, workers=workers)
                 found = measure(model, loader, self.ready.loss_fn, processes=self.processes)
                 row |= {name: found.accuracy, f"{name}_loss": found.loss}
+                row |= {f"{name}_count": found.count}
         LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), describe_scores(row))
         self.stages.append(row)
         self.tracker.tell("evaluation", **row)
@@ -271,24 +332,28 @@ class _Running:
 
     def _summarise(self, run: Run, certificate: Certificate) -> dict[str, Any]:
         """``metrics.json``: what was measured, and what the run cost."""
-        job, record, method = self.job, run.record, certificate.recipe.method
+        job, record, method = self.job, run.record, choose_route(self.job)
         kept, forgotten = len(self.ready.splits.retain), len(self.ready.splits.forget)
         noisy = record.gradient_evaluations
         tuned = 0 if record.finetune is None else record.finetune.gradient_evaluations
-        own = {"epsilon": certificate.epsilon, "delta": certificate.delta}
-        exact = {"epsilon": 0.0, "delta": 0.0}
+        exact, again = {"epsilon": 0.0, "delta": 0.0}, self.ready.start is not None
+        own = exact if again else {"epsilon": certificate.epsilon, "delta": certificate.delta}
         cost = {"gradient_evaluations": noisy + tuned}
         arms = [{"arm": method} | own | cost | self._find_last(None)]
-        if job.evaluation.control:
+        if job.evaluation.control and not again:
             arms.append({"arm": CENTRE} | exact | cost | self._find_last(CENTRE))
-        if job.evaluation.retraining_epochs is not None:
-            again = {"gradient_evaluations": round(job.evaluation.retraining_epochs * kept)}
-            arms.append({"arm": RETRAINING} | exact | again)
+        if job.evaluation.retraining_epochs is not None and not again:
+            other = {"gradient_evaluations": round(job.evaluation.retraining_epochs * kept)}
+            arms.append({"arm": RETRAINING} | exact | other)
         x, y = list(self.losses), list(self.losses.values())
-        labels = {"name": "fine-tuning", "x_label": "epoch", "y_label": "training loss"}
+        doing = "training" if again else "fine-tuning"
+        labels = {"name": doing, "x_label": "epoch", "y_label": "training loss"}
         return {
             "title": job.output.title,
             "task": f"{job.model.build} on {job.data.load}",
+            "arm": method,
+            "route": method,
+            "why": tell_why(self.made, self.ready.frozen) if job.method.name == "plan" else None,
             "stages": [{"arm": method, **row} for row in self.stages],
             "curves": [{**labels, "x": x, "y": y}] if x else [],
             "arms": arms if len(arms) > 1 else [],
@@ -296,8 +361,10 @@ class _Running:
                 "seconds": round(time.monotonic() - self.started, 3),
                 "samples kept": kept,
                 "samples forgotten": forgotten,
-                "gradient evaluations, noisy steps": noisy,
-                "gradient evaluations, fine-tuning": tuned,
+                "people kept": self.ready.splits.retain.count_people(),
+                "people forgotten": self.ready.splits.forget.count_people(),
+                **({} if again else {"gradient evaluations, noisy steps": noisy}),
+                f"gradient evaluations, {doing}": tuned,
             },
             "job": self.identity,
         }
@@ -305,23 +372,30 @@ class _Running:
     def _find_last(self, arm: str | None) -> dict[str, Any]:
         """The accuracies of an arm's last stage; the run itself has no arm."""
         last = [row for row in self.stages if row.get("arm") == arm][-1]
-        return {name: last.get(name) for name in SETS}
+        return {key: last.get(key) for name in SETS for key in (name, f"{name}_count")}
 
 
-def _identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
+def _say_size(split: Split, noun: str = " samples") -> str:
+    """Samples, and the people they are of where some have several."""
+    people = split.count_people()
+    return f"{len(split)}{noun}" + ("" if people == len(split) else f" of {people} people")
+
+
+def identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
     """What must not change between a run and its resumption."""
-    return {
+    job, splits = made.job, ready.splits
+    common = {
         "recipe": to_dict(ready.settled.recipe),
-        "batch_size": made.job.method.batch_size,
-        "seed": made.job.method.seed,
-        "forget set": commit(ready.splits.forget.ids, NO_SALT).root,
-        "retained set": commit(ready.splits.retain.ids, NO_SALT).root,
+        "seed": job.method.seed,
+        "forget set": commit(splits.forget.ids, NO_SALT).root,
+        "retained set": commit(splits.retain.ids, NO_SALT).root,
     }
-
-
-def _choose_optimizer(table: FinetuneTable) -> Any:
-    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    kind = kinds.get(table.optimizer)
-    if kind is None:
-        return None
-    return partial(kind, lr=table.learning_rate, weight_decay=table.weight_decay)
+    if ready.start is None or job.finetune is None:
+        return common | {"batch_size": job.method.batch_size}
+    return common | {
+        "route": choose_route(job),
+        "training": job.finetune.model_dump(),
+        "loss": job.model.loss,
+        "start": ready.start_hash,
+        "retained data": describe_data(make_loader(splits.retain, job.finetune.batch_size, seed=0)),
+    }

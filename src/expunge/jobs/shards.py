@@ -13,9 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
-from torch import nn
-
 from expunge.certificates.identifiers import read_ids
 from expunge.errors import ExpungeError, InputError, RunError, describe_error
 from expunge.files import write_atomic
@@ -26,38 +23,17 @@ from expunge.forgettable.constituents import (
     train_constituent,
 )
 from expunge.forgettable.folders import FORMAT, Folder
-from expunge.forgettable.shards import Shards, Workers
-from expunge.forgettable.slices import NAME_BYTES
+from expunge.forgettable.shards import Shards
 from expunge.forgettable.store import holds_store
+from expunge.forgettable.workers import Workers
+from expunge.jobs.checkpoints import read_weights
 from expunge.jobs.jobfile import HeadJobFile, read_head_job
-from expunge.jobs.loading import importing_from, load_function, read_weights
+from expunge.jobs.loading import importing_from, load_function
 from expunge.jobs.many import Item, Pool, connected
 from expunge.jobs.tables import ShardsJob
 from expunge.training.losses import find_loss
 
 SIZES = ((4, 1), (4, 4), (8, 1), (8, 4))
-
-
-@dataclass(frozen=True)
-class Adam:
-    """Adam as a function of the parameters."""
-
-    lr: float
-    weight_decay: float
-
-    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.Adam(parameters, lr=self.lr, weight_decay=self.weight_decay)
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """AdamW as a function of the parameters."""
-
-    lr: float
-    weight_decay: float
-
-    def __call__(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=self.lr, weight_decay=self.weight_decay)
 
 
 def make_shards(
@@ -74,17 +50,12 @@ def make_shards(
     if isinstance(workers, int) and workers > 1 and any(".py:" in place for place in places):
         valid = '1, or all functions named as "module:function", for other processes to import'
         raise InputError.of("--workers", workers, valid)
-    given: dict[str, Any] = method.model_dump(
-        exclude={"name", "train", "optimizer"}, exclude_unset=True
-    )
+    given: dict[str, Any] = method.model_dump(exclude={"name", "train"}, exclude_unset=True)
     if method.train is not None:
         given["train"] = load_function("method.train", method.train, made.folder)
     elif model.loss is not None:
         own = find_loss(model.loss, None)
         given["loss_fn"] = own or load_function("model.loss", model.loss, made.folder)
-    if method.optimizer != "sgd":
-        rate, decay = method.learning_rate or 0.0, method.weight_decay
-        given["optimizer"] = (AdamW if method.optimizer == "adamw" else Adam)(rate, decay)
     public: Any = model.public
     if isinstance(public, str):
         public = read_weights(made.locate(public), "model.public")
@@ -139,9 +110,7 @@ class Slices:
 
     @property
     def forgotten(self) -> set[bytes]:
-        file = self.state / "forgotten"
-        marks = file.read_bytes() if file.exists() else b""
-        return {marks[at : at + NAME_BYTES] for at in range(0, len(marks), NAME_BYTES)}
+        return Folder(self.state).read_forgotten()
 
     def count_rows(self, ids: Iterable[object]) -> dict[bytes, int]:
         """How many examples each identifier has; one never learned is refused by name."""

@@ -12,19 +12,24 @@ from pydantic import BaseModel, ConfigDict, Field
 
 LOSSES = ("cross-entropy", "mse", "model")
 RUNNABLE = ("gradient-clipping", "model-clipping", "output-perturbation")
-NAMES = (*RUNNABLE, "plan")
+EXACT = ("retraining", "restart")
+NAMES = (*RUNNABLE, *EXACT, "plan")
 
 _FUNCTION = '"module:function" or "path/to/file.py:function"'
 _COUNT = "a whole number >= 1"
+_WEIGHTS = (
+    "the path of a .safetensors, .index.json, .pt, .pth, .bin or .ckpt file, or of a folder that a "
+    "checkpoint was saved to"
+)
 _POSITIVE = "a finite number > 0"
 
-Text = Annotated[str, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]+$")]
 Function = Annotated[str, Field(pattern=r"^[^:\s][^:]*:[A-Za-z_]\w*$", description=_FUNCTION)]
 Weights = Annotated[
     str,
     Field(
-        pattern=r"\.(safetensors|safetensors\.index\.json|pt|pth|bin)$",
-        description="the path of a .safetensors, .index.json, .pt, .pth or .bin file",
+        pattern=r"\.(safetensors|(safetensors|bin)\.index\.json|pt|pth|bin|ckpt)$|(^|/)[^./]+$|/$",
+        description=_WEIGHTS,
     ),
 ]
 Count = Annotated[int, Field(ge=1, description=_COUNT)]
@@ -52,6 +57,9 @@ class ModelTable(Table):
         "'build', the path of a weights file, or a list of names and patterns", None
     )
     parent: Text | None = _key("the path of the certificate of the model that weights holds", None)
+    state: Text | None = _key(
+        "the path of a state that expunge learn wrote, for method.name = 'plan'", None
+    )
     device: Text | None = _key("the name of a torch device", None)
 
 
@@ -83,7 +91,9 @@ class MethodTable(Table):
     name: Literal[NAMES] = _key("one of " + ", ".join(NAMES))  # pyright: ignore[reportInvalidTypeForm]
     batch_size: Count = 128
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = _key(
-        "a whole number >= 0 (noise for experiments, not for release)", None
+        "a whole number >= 0: of retraining, its public seed; of a noisy method, noise for "
+        "experiments, not for release",
+        None,
     )
 
     @property
@@ -93,7 +103,8 @@ class MethodTable(Table):
 
 
 class PlanTable(Table):
-    """The further keys of ``name = "plan"``: those of :func:`expunge.accounting.planning.plan`."""
+    """The further keys of ``name = "plan"``: ``choose`` asks for a noisy method, the others are
+    those of :func:`expunge.accounting.planning.plan` for it."""
 
     choose: Literal[RUNNABLE] | None = _key("one of " + ", ".join(RUNNABLE), None)  # pyright: ignore[reportInvalidTypeForm]
     scale: Positive | None = _key(_POSITIVE, None)
@@ -103,13 +114,18 @@ class PlanTable(Table):
 
 
 class CentreTable(Table):
-    """Public weights that never depended on the forget data."""
+    """The public point that clips and weight decay pull towards: what ``build()`` draws under a
+    public seed, unless ``weights`` or ``kind`` say otherwise."""
 
-    weights: Weights
+    weights: Weights | None = _key(_WEIGHTS, None)
+    kind: Literal["initialisation", "zero"] | None = _key("'initialisation' or 'zero'", None)
+    seed: Text | Annotated[int, Field(ge=0)] | None = _key(
+        "a public text or a whole number >= 0, written down before anybody looked", None
+    )
 
 
 class FinetuneTable(Table):
-    """Training on retained data after the last noise."""
+    """Training on retained data: after the last noise; of retraining and restart, all of it."""
 
     epochs: Positive
     learning_rate: Positive
@@ -118,6 +134,9 @@ class FinetuneTable(Table):
     momentum: Annotated[NonNegative, Field(lt=1)] = _key("a number in [0, 1)", 0.0)
     weight_decay: NonNegative = 0.0
     schedule: Literal["constant", "one-cycle"] = _key("'constant' or 'one-cycle'", "constant")
+    features: Text | None = _key(
+        "the name of a frozen module, whose output is computed once per sample", None
+    )
 
 
 class EvaluationTable(Table):
@@ -190,9 +209,7 @@ class HeadModelTable(Table):
     """``build()`` returns the public network; without it the inputs are vectors already."""
 
     build: Function | None = _key(_FUNCTION, None)
-    weights: Weights | None = _key(
-        "the path of a .safetensors, .index.json, .pt, .pth or .bin file", None
-    )
+    weights: Weights | None = _key(_WEIGHTS, None)
     device: Text | None = _key("the name of a torch device", None)
 
 
@@ -235,6 +252,12 @@ class ConvexTable(Table):
     weight_decay: Positive = 1e-5
     tolerance: Positive = 1e-9
     loss: Text = _key("one of softmax, logistic, squared-hinge, poisson", "softmax")
+
+
+class ShardsDataTable(HeadDataTable):
+    """``pilot()`` returns the same of examples that are never learned, for ``plan --pilot``."""
+
+    pilot: Function | None = _key(f"{_FUNCTION}, for plan --pilot", None)
 
 
 class ShardsModelTable(Table):
@@ -288,14 +311,14 @@ class ShardsJob(Table):
     """A whole job of shards for ``expunge learn``."""
 
     model: ShardsModelTable
-    data: HeadDataTable
+    data: ShardsDataTable
     method: ShardsTable
     output: StateTable = StateTable.model_validate({})
 
 
 SHARDS_TABLES: Mapping[str, type[Table]] = {
     "model": ShardsModelTable,
-    "data": HeadDataTable,
+    "data": ShardsDataTable,
     "method": ShardsTable,
     "output": StateTable,
 }

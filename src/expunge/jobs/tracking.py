@@ -67,7 +67,12 @@ def describe_scores(row: Mapping[str, Any], names: Iterable[str] = SETS) -> str:
 
     >>> describe_scores({"test": 0.913}), describe_scores({"test": None, "test_loss": 0.5})
     ('test 91.3 %', 'test loss 0.5')
+    >>> describe_scores({"forget": 29 / 30, "forget_count": 30})
+    'forget 29 of 30'
     """
-    shares = [f"{n} {100 * row[n]:.1f} %" for n in names if row.get(n) is not None]
+    from expunge.reports.tables import format_percent
+
+    known = [n for n in names if row.get(n) is not None]
+    shares = [f"{n} {format_percent(row[n], row.get(f'{n}_count'))}" for n in known]
     losses = [f"{n} loss {row[f'{n}_loss']:.4g}" for n in names if row.get(f"{n}_loss") is not None]
     return ", ".join(shares or losses)

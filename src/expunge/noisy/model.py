@@ -26,24 +26,27 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from expunge.certificates.record import PublicTensors, list_versions
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.group import Processes, is_sharded, reshard
 from expunge.processes.weights import (
+    check_module,
     check_name,
     cut_rows,
+    find_nonfinite,
     hash_weights,
-    is_multiple,
     list_tensors,
+    move_model,
     name_dtype,
+    refuse_copies,
     to_local,
 )
 from expunge.training.batches import move_batch
 from expunge.training.losses import LossFunction, compute_loss
 
-Centre = Mapping[str, Tensor]
 Public = Mapping[str, Tensor] | nn.Module | str | Path | Iterable[str]
 BufferMode = Literal["refuse", "reset"]
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -60,10 +63,10 @@ class CertifiedModel:
 
     model: nn.Module
     certified: dict[str, nn.Parameter]
-    centre: dict[str, Tensor] | None
     public: PublicTensors | None
     kept: dict[str, Tensor]
     reset: tuple[str, ...]
+    centre: dict[str, Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -112,7 +115,6 @@ class CertifiedModel:
 
 def copy_model(
     model: nn.Module,
-    centre: Centre | None = None,
     *,
     public: Public | None = None,
     buffers: BufferMode = "refuse",
@@ -128,6 +130,7 @@ def copy_model(
     >>> list(found.certified), found.size, found.public
     (['weight', 'bias'], 3, None)
     """
+    check_module(model)
     processes = Processes() if processes is None else processes
     sharded = is_sharded(model)
     with processes.together():
@@ -142,14 +145,11 @@ def copy_model(
         if sharded and device is not None:
             raise InputError.of("device", str(device), "left out: a sharded model stays in place")
         if device is not None:
-            copied.to(device)
+            move_model(copied, device)
         certified = {name: p for name, p in copied.named_parameters() if p.requires_grad}
         _check_devices(certified)
-        matched = None if centre is None else match_centre(copied, certified, centre)
     for p in () if sharded else certified.values():
         p.data = p.data.contiguous()
-    if matched is not None:
-        _check_centre(certified, matched, processes)
     original = list_uncertified(model)
     kept = {name: original[name].detach() for name in names}
     if sharded:
@@ -157,7 +157,7 @@ def copy_model(
     told = None
     if names:
         told = PublicTensors(tuple(names), compared, source, hash_weights(kept, processes))
-    return CertifiedModel(copied, certified, matched, told, kept, tuple(reset))
+    return CertifiedModel(copied, certified, told, kept, tuple(reset))
 
 
 def list_uncertified(model: nn.Module) -> dict[str, Tensor]:
@@ -198,8 +198,15 @@ def sort_tensors(
 
 
 def check_source(model: nn.Module, public: Public | None, processes: Processes) -> None:
-    """Refuse the old model as the source of its own public tensors: they would agree always."""
-    if public is None or not is_source(public):
+    """Refuse the old model as the source of its own public tensors: they would agree always.
+
+    Where they are only declared public, refuse a bit for bit copy of what was trained among them.
+    """
+    if public is None:
+        return
+    if not is_source(public):
+        certified = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        refuse_copies(list_uncertified(model), certified)
         return
     source, told = read_source(cast(Any, public))
     trained = [(p, source.get(name)) for name, p in model.named_parameters() if p.requires_grad]
@@ -209,40 +216,6 @@ def check_source(model: nn.Module, public: Public | None, processes: Processes) 
             f"public ({told}) is the old model with its trained weights, so that comparing with "
             "it says nothing; it must be the public weights that training started from"
         )
-
-
-def match_centre(
-    model: nn.Module, certified: Mapping[str, Tensor], centre: Centre
-) -> dict[str, Tensor]:
-    """The centre's tensors by the certified names, on the parameters' device.
-
-    Tied weights may come under any of their names; entries for frozen parameters and buffers are
-    ignored; anything missing, unknown or of another shape is refused by name.
-    """
-    aliases = _list_aliases(model)
-    known = {name for names in aliases.values() for name in names}
-    unknown = [name for name in centre if name not in known]
-    if unknown:
-        raise InputError.of("centre key", unknown[0], "the name of a parameter of the model")
-    matched: dict[str, Tensor] = {}
-    for name, p in certified.items():
-        found = [alias for alias in aliases[id(p)] if alias in centre]
-        if not found:
-            raise InputError(f"centre has no {name}; it must have every trainable parameter")
-        tensor = centre[found[0]]
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-            raise InputError(f"centre[{found[0]!r}] holds values that are not finite real numbers")
-        for alias in found:
-            if centre[alias].shape != p.shape:
-                raise InputError.of(
-                    f"centre[{alias!r}].shape", tuple(centre[alias].shape), f"{tuple(p.shape)}"
-                )
-            if not torch.equal(centre[alias], tensor):
-                raise InputError(
-                    f"centre has different values for the tied weights {found[0]} and {alias}"
-                )
-        matched[name] = tensor.detach().to(p.device)
-    return matched
 
 
 def check_kept(certified: CertifiedModel, processes: Processes) -> None:
@@ -370,10 +343,22 @@ def estimate_statistics(
         for batch in loader:
             compute_loss(certified.model, move_batch(batch, certified.device), loss_fn)
             seen += 1
+            _check_statistics(certified, seen)
     if seen == 0:
         raise UnlearningError("retain_loader yields no batches to re-estimate buffers on")
     found = list_uncertified(certified.model).items()
     return {name: tensor.clone() for name, tensor in found if name not in certified.kept}
+
+
+def _check_statistics(certified: CertifiedModel, batch: int) -> None:
+    """Refuse statistics that a sample of this batch drove out of the numbers."""
+    for path in certified.reset:
+        wrong = find_nonfinite(dict(certified.model.get_submodule(path).named_buffers()))
+        if wrong is not None:
+            raise UnlearningError(
+                f"{wrong} of {path or 'the model'} is not finite after batch {batch} of the "
+                "retained data; mend or leave out the sample in it that is not finite"
+            )
 
 
 def _copy(model: nn.Module) -> nn.Module:
@@ -422,7 +407,7 @@ def _compare(
     if public is None or not is_source(public):
         return "declared public by the operator", False
     source, told = read_source(cast(Any, public))
-    held, aliases = list_uncertified(model), _list_aliases(model)
+    held, aliases = list_uncertified(model), list_aliases(model)
     missing, differing = list[str](), list[str]()
     for name in names:
         found = [source[alias] for alias in aliases[id(held[name])] if alias in source]
@@ -475,21 +460,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
 
 
-def _check_centre(
-    certified: Mapping[str, Tensor], centre: Mapping[str, Tensor], processes: Processes
-) -> None:
-    """Refuse the old model, or a multiple of it, as its own centre."""
-    old = [to_local(p.detach()) for p in certified.values()]
-    new = [to_local(cut_rows(centre[name], p, processes)) for name, p in certified.items()]
-    if is_multiple(old, new, processes):
-        raise InputError(
-            "centre is the old model, or as near to it or a multiple of it as a copy: the "
-            "certificate would bound nothing; it must be public weights that never saw the forget "
-            "data"
-        )
-
-
-def _list_aliases(model: nn.Module) -> dict[int, list[str]]:
+def list_aliases(model: nn.Module) -> dict[int, list[str]]:
     """All names of every parameter and buffer, by identity."""
     aliases: dict[int, list[str]] = {}
     everything: list[tuple[str, Tensor]] = [*model.named_parameters(remove_duplicate=False)]
@@ -503,6 +474,11 @@ def _check_parameters(model: nn.Module, sharded: bool) -> None:
     for name, p in trainable:
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise UnlearningError(f"parameter {name} has no shape yet; run the model once first")
+        if type(p) is not nn.Parameter and not isinstance(p, DTensor):
+            raise UnlearningError(
+                f"parameter {name} is a {type(p).__name__}, which may write and copy itself in its "
+                "own way; only plain parameters can be certified"
+            )
         if not p.is_floating_point():
             raise UnlearningError(f"parameter {name} is {p.dtype}; only real ones can be certified")
         if p.layout is not torch.strided:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -23,12 +23,12 @@ from expunge import recipes
 from expunge.accounting.precision import NoisyRecipe
 from expunge.certificates.identifiers import commit_disjoint, read_names
 from expunge.certificates.record import Run, RunRecord, list_versions
-from expunge.errors import InputError
+from expunge.errors import InputError, UnlearningError
+from expunge.noisy.centre import Centre, find_centre
 from expunge.noisy.checkpoint import Checkpoint
 from expunge.noisy.loop import Loop, OnStep
 from expunge.noisy.model import (
     BufferMode,
-    Centre,
     Public,
     check_finite,
     check_kept,
@@ -37,11 +37,12 @@ from expunge.noisy.model import (
 )
 from expunge.noisy.noise import Noise, check_noise, describe_noise
 from expunge.noisy.team import Team
+from expunge.processes.adapters import describe_adapter
 from expunge.processes.group import Processes, find_processes
-from expunge.processes.weights import hash_weights, list_tensors, view_bytes
+from expunge.processes.weights import find_nonfinite, hash_weights, list_tensors, view_bytes
 from expunge.recipes import Execution
-from expunge.training.batches import count_samples, find_tensors
-from expunge.training.losses import LossFunction, check_loss
+from expunge.training.batches import count_samples, find_ids, find_tensors
+from expunge.training.losses import LossFunction, check_data, check_loss
 from expunge.training.randomness import untouched_random
 from expunge.training.train import read_retained
 
@@ -54,7 +55,7 @@ def unlearn(
     recipe: NoisyRecipe,
     *,
     loss_fn: LossFunction | None = None,
-    centre: Centre | None = None,
+    centre: Centre = "initialisation",
     public: Public | None = None,
     noise: Noise | None = None,
     start: Start = "model",
@@ -70,15 +71,23 @@ def unlearn(
     """Forget what is not in ``retain_loader``, with a certificate's worth of noise.
 
     The module passed in and the global random state are untouched; the copy is run in the train or
-    eval mode the module is in. ``centre`` is a state_dict of public weights (None: zero), towards
-    which clips and weight decay pull. ``public`` is where all tensors that are not trained come
-    from: a state_dict, module or file that they are compared with, or a list of names and patterns
-    that you declare public; ``buffers="reset"`` estimates running statistics anew instead.
+    eval mode the module is in. ``centre`` is the public point towards which clips and weight decay
+    pull: "initialisation" is a fresh one of every module, under a seed that stands in the
+    certificate; an :class:`expunge.Initialisation` names another seed, or a function that builds a
+    fresh network; a state_dict holds public weights; "zero" is the paper's. ``public`` is where all
+    tensors that are not trained come from: a state_dict, module or file that they are compared
+    with, or a list of names and patterns that you declare public; ``buffers="reset"`` estimates
+    running statistics anew instead.
     ``start="centre"`` is the control that never sees the old model. ``loss_fn(output, target)`` may
     be None when batches are mappings and the model returns its own loss. Gradients that are not
     finite count as zero and are recorded. ``on_step(done, model)`` sees a copy after every step,
     which no certificate covers; if it raises KeyboardInterrupt the run stops there. ``checkpoint``
     says where the state is saved, and whether to go on from there, with fresh noise.
+
+    An identifier names a person and may stand on many samples: none of them may be in
+    ``retain_loader``. ``forget_ids`` has one for each forgotten sample; or each person once, and
+    then their samples are not counted. ``retain_ids`` (default: the ``ids`` of the loader or its
+    data set) has one for each retained sample.
 
     The order of the data and dropout are drawn from the run's own noise source: what the original
     training left in the global generators, or in those of the loader, is not used.
@@ -102,9 +111,10 @@ def unlearn(
     recipe, source = _check_recipe(recipe, start), check_noise(noise)
     check_loss(loss_fn)
     forgotten = read_names(forget_ids)
-    retained = read_names(getattr(retain_loader, "ids", None) if retain_ids is None else retain_ids)
+    retained = read_names(find_ids(retain_loader) if retain_ids is None else retain_ids)
     forget, retain = commit_disjoint(forgotten, retained)
-    read_retained(retain_loader, retained, None)
+    read_retained(retain_loader, retained, forgotten)
+    check_data(model, retain_loader)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoint):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of("checkpoint", checkpoint, "a Checkpoint(path, every, resume) or None")
     if checkpoint is not None and checkpoint.place.exists() and not checkpoint.resume:
@@ -115,8 +125,10 @@ def unlearn(
     processes = find_processes(distributed)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         certified = copy_model(
-            model, centre, public=public, buffers=buffers, device=device, processes=processes
+            model, public=public, buffers=buffers, device=device, processes=processes
         )
+        around = find_centre(certified, centre, processes)
+        certified = replace(certified, centre=around.tensors)
         with processes.together():
             if start == "model":
                 check_finite(certified.certified)
@@ -131,6 +143,7 @@ def unlearn(
             "old weights": before,
             "public tensors": None if certified.public is None else certified.public.hash,
             "centre": held,
+            "centre's origin": asdict(around.origin),
             "recipe": recipes.to_dict(recipe),
             "start": start,
             "noise": source.describe(),
@@ -145,6 +158,11 @@ def unlearn(
         if certified.reset:
             loop.estimate()
             after = hash_weights(list_tensors(certified.model), processes)
+        with processes.together():
+            public = () if certified.public is None else certified.public.names
+            wrong = find_nonfinite(list_tensors(certified.model), public)
+            if wrong is not None:
+                raise UnlearningError(f"{wrong} is not finite after the run; nothing is released")
     record = RunRecord(
         recipe=recipe,
         grid=loop.vector.grid,
@@ -157,12 +175,14 @@ def unlearn(
         weights_noisy=noisy,
         weights_after=after,
         centre=held,
+        origin=around.origin,
         forget=forget,
         retain=retain,
         checked=None not in (forgotten, retained, count_samples(retain_loader)),
         start=start,
         resumed=loop.resumed,
         processes=team.describe(),
+        adapter=describe_adapter(certified.model, certified.public),
         **certified.describe(),
     )
     names = None if forgotten is None else frozenset(forgotten)

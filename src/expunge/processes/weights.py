@@ -11,7 +11,7 @@ are on their way at once, each to its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from expunge.certificates.hashing import (
     write_files,
     write_safetensors,
 )
-from expunge.errors import UnlearningError
+from expunge.errors import InputError, UnlearningError
 from expunge.processes.group import Processes
 
 _NAMES: Mapping[torch.dtype, str] = {
@@ -43,7 +43,7 @@ _NAMES: Mapping[torch.dtype, str] = {
 
 _OWN_WORDS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
-SAME = 1e-3
+SAME, MANY = 1e-3, 64
 
 
 def is_multiple(
@@ -69,6 +69,114 @@ def is_multiple(
     return xx > 0 and rest <= SAME**2 * xx
 
 
+def find_copied(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> str:
+    """Words for what of ``new`` must have come from ``old``, by the same names; nothing if nothing.
+
+    All of it together may be a multiple of the old one; or tensors with half of the numbers; or
+    one tensor is the old one bit for bit, cast or not, which training would have changed. Tensors
+    whose numbers are all equal, and those of one or two numbers, have nothing to tell.
+
+    >>> old = {"a": torch.arange(9.0), "b": torch.arange(4.0) + 1}
+    >>> find_copied(old, {"a": torch.arange(9.0).flip(0), "b": old["b"] * 1.001})
+    ''
+    >>> find_copied(old, {"a": torch.arange(9.0).flip(0), "b": old["b"].clone()})
+    'b is bit for bit that of'
+    >>> find_copied(old, {"a": -2 * old["a"], "b": torch.ones(4)})
+    'a is that of'
+    """
+    if is_multiple(old.values(), [new[name] for name in old]):
+        return "it is"
+    telling = [name for name, tensor in old.items() if len(tensor.unique()) > 1]
+    telling = [name for name in telling if old[name].numel() > 2]
+    same = [name for name in telling if _is_same(old[name], new[name])]
+    if same:
+        return f"{_shorten(same)} {'is' if len(same) == 1 else 'are'} bit for bit that of"
+    near = [name for name in telling if is_multiple([old[name]], [new[name]])]
+    if 2 * sum(old[n].numel() for n in near) >= sum(t.numel() for t in old.values()):
+        return f"{_shorten(near)} {'is' if len(near) == 1 else 'are'} that of" if near else ""
+    return ""
+
+
+def _is_same(old: Tensor, new: Tensor) -> bool:
+    """Equal, in the new one's precision; of many numbers, equal in half of it: a copy cast there
+    and back."""
+    kinds = (torch.float16, torch.bfloat16) if old.numel() >= MANY else ()
+    new = new.to(old.device)
+    return any(torch.equal(old.to(kind), new.to(kind)) for kind in (new.dtype, *kinds))
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_module(model: object, field: str = "model") -> None:
+    """Refuse what is not a torch module, a state_dict above all.
+
+    >>> check_module({"weight": torch.ones(2)})
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: model is a dict; it must be an nn.Module with its weights loaded
+    """
+    if not isinstance(model, nn.Module):
+        kind = "an nn.Module with its weights loaded" if isinstance(model, Mapping) else "a module"
+        raise InputError(f"{field} is a {type(model).__name__}; it must be {kind}")
+
+
+def move_model(model: nn.Module, device: torch.device | str) -> None:
+    """The module on a device, if there is one.
+
+    >>> move_model(nn.Linear(1, 1), "abacus")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: device is 'abacus'; it must be one that torch can use here (...
+    """
+    try:
+        model.to(device)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        shown = device if isinstance(device, str) else str(device)
+        valid = f"one that torch can use here ({reason})"
+        raise InputError.of("device", shown, valid) from None
+
+
+def find_nonfinite(tensors: Mapping[str, Tensor], public: Collection[str] = ()) -> str | None:
+    """The name of a tensor that must not be released: NaN in it, or infinity that is not public.
+
+    >>> mask = torch.tensor([0.0, -torch.inf])
+    >>> find_nonfinite({"mask": mask}, {"mask"}), find_nonfinite({"mask": mask})
+    (None, 'mask')
+    """
+    for name, tensor in tensors.items():
+        own = to_local(tensor.detach())
+        if own.is_floating_point() or own.is_complex():
+            fine = ~torch.isnan(own) if name in public else torch.isfinite(own)
+            if not bool(fine.all()):
+                return name
+    return None
+
+
+def refuse_copies(public: Mapping[str, Tensor], trained: Mapping[str, Tensor]) -> None:
+    """Refuse tensors declared public that have the bits of trained ones; constants are nobody's.
+
+    >>> refuse_copies({"zero": torch.zeros(3)}, {"w": torch.zeros(3)})
+    >>> refuse_copies({"teacher": torch.arange(3.0)}, {"w": torch.arange(3.0)})
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: public declares teacher, whose values are those of w, which was ...
+    """
+    for name, held in public.items():
+        own = to_local(held.detach())
+        if own.numel() < 3 or not bool((own != own.flatten()[0]).any()):
+            continue
+        for other, p in trained.items():
+            bits = to_local(p.detach())
+            if (own.shape, own.dtype) == (bits.shape, bits.dtype) and torch.equal(own, bits):
+                raise InputError(
+                    f"public declares {name}, whose values are those of {other}, which was "
+                    "trained: no noise covers a copy; put the public values back, or train it"
+                )
+
+
 def list_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers by the names, and in the order, of ``state_dict``.
 
@@ -85,6 +193,7 @@ def list_tensors(model: nn.Module) -> dict[str, Tensor]:
     ...
     expunge.errors.UnlearningError: old of the model is a plain tensor or array: ...
     """
+    check_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise UnlearningError("the model is compiled to TorchScript; give the module it came from")
     known = {id(t) for t in (*model.parameters(), *model.buffers())}

@@ -14,7 +14,7 @@ from expunge.accounting.guarantee import guarantee, is_exact, log_delta
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import Trace
 from expunge.certificates.schema import BoundWire
-from expunge.certificates.wording import round_up
+from expunge.display import round_up
 from expunge.errors import InputError
 from expunge.recipes import (
     IDEAL,
@@ -29,6 +29,7 @@ from expunge.recipes import (
 )
 from expunge.reports.charts import STYLES, Axis, Chart, Series, write_charts
 from expunge.reports.metrics import STAGES, Curve, Stage
+from expunge.reports.tables import format_percent
 
 SIDES: dict[ComparedTo, str] = {
     "retrained": "against a retrained model",
@@ -175,12 +176,14 @@ def list_powers(logs: Sequence[float]) -> list[float]:
     """log₁₀ δ along a curve, never rising.
 
     δ falls as ε or the number of steps grows, so a bound for a smaller one holds for a larger one
-    too: the running minimum is valid where an accountant's fallback is not monotone.
+    too: the running minimum is valid where an accountant's fallback is not monotone. What no
+    picture could show is told as 10^-1000000.
 
     >>> list_powers([-math.log(10), -math.log(1000), -math.log(100)])
     [-1.0, -3.0, -3.0]
     """
-    return np.round(np.minimum.accumulate(np.asarray(logs) / math.log(10)), 12).tolist()
+    powers = np.maximum(np.asarray(logs) / math.log(10), -1e6)
+    return np.round(np.minimum.accumulate(powers), 12).tolist()
 
 
 def _draw_side(
@@ -249,13 +252,14 @@ def chart_accuracy(rows: Sequence[Stage]) -> Chart | None:
     places = tuple(float(n) for n in range(len(ordered)))
     series: list[Series] = []
     words: list[str] = []
-    for name, values in (
-        ("retained data", tuple(row.retain for row in ordered)),
-        ("forgotten data", tuple(row.forget for row in ordered)),
-        ("test data", tuple(row.test for row in ordered)),
+    for name, found in (
+        ("retained data", [(row.retain, row.retain_count) for row in ordered]),
+        ("forgotten data", [(row.forget, row.forget_count) for row in ordered]),
+        ("test data", [(row.test, row.test_count) for row in ordered]),
     ):
-        pairs = zip(stages, values, strict=True)
-        told = [f"{stage} {100 * v:.1f} %" for stage, v in pairs if v is not None]
+        values = tuple(value for value, _ in found)
+        pairs = zip(stages, found, strict=True)
+        told = [f"{stage} {format_percent(*one)}" for stage, one in pairs if one[0] is not None]
         if told:
             series.append(Series(name, places, values))
             words.append(f"On {name}: {', '.join(told)}.")

@@ -1,6 +1,7 @@
 """``metrics.json``: what was measured on a run, as plain data in which every part is optional.
 
     {"title": "Digits", "task": "digits, 64-32-10 network", "arm": "gradient-clipping",
+     "why": "Asked for by name.",
      "stages": [{"stage": "before", "arm": "gradient-clipping",
                  "retain": 0.98, "forget": 0.97, "test": 0.95}, …],
      "curves": [{"name": "test", "x": [0, 1], "y": [0.1, 0.9],
@@ -9,8 +10,10 @@
                  "gradient_evaluations": 234000, "retain": …, "forget": …, "test": …}, …],
      "cost":   {"seconds": 3.2, "retraining_seconds": 41.0}}
 
-``retain``, ``forget`` and ``test`` are accuracies as fractions. ``stage`` is "before", "after
-noise" or "after fine-tuning". An ``arm`` is any name; "retraining", "centre" (the control that
+``retain``, ``forget`` and ``test`` are accuracies as fractions, ``retain_count`` and so on of how
+many samples: of few, a page shows "29 of 30". ``stage`` is "before", "after
+noise", "after fine-tuning" or (without noise) "after training". ``why`` says in words why the run
+took its route. An ``arm`` is any name; "retraining", "centre" (the control that
 never saw the old model) and "old model" are known ones, and left out it is the run itself. The
 outer ``arm`` is the name of the run that this directory holds: the certificate's method if left
 out, so give it where another run of the same method is in the table. ``cost`` is any flat table.
@@ -28,10 +31,16 @@ from expunge.errors import InputError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Real = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
 MOST_TEXT = 2000
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
 
-BEFORE, AFTER_NOISE, AFTER_TUNING = STAGES = ("before", "after noise", "after fine-tuning")
+BEFORE, AFTER_NOISE, AFTER_TUNING, AFTER_TRAINING = STAGES = (
+    "before",
+    "after noise",
+    "after fine-tuning",
+    "after training",
+)
 RETRAINING, CENTRE, OLD = "retraining", "centre", "old model"
 
 
@@ -47,6 +56,9 @@ class Stage(_Part):
     retain: Share | None = None
     forget: Share | None = None
     test: Share | None = None
+    retain_count: Count | None = None
+    forget_count: Count | None = None
+    test_count: Count | None = None
 
 
 class Curve(_Part):
@@ -75,6 +87,9 @@ class Arm(_Part):
     retain: Share | None = None
     forget: Share | None = None
     test: Share | None = None
+    retain_count: Count | None = None
+    forget_count: Count | None = None
+    test_count: Count | None = None
 
 
 class Metrics(_Part):
@@ -83,6 +98,7 @@ class Metrics(_Part):
     title: Text | None = None
     task: Text | None = None
     arm: Text | None = None
+    why: Text | None = None
     stages: tuple[Stage, ...] = ()
     curves: tuple[Curve, ...] = ()
     arms: tuple[Arm, ...] = ()
@@ -135,9 +151,13 @@ def keep_public(metrics: Metrics, method: str) -> Metrics:
     >>> rows = [{"stage": "before", "test": 0.9},
     ...         {"stage": "after noise", "forget": 0.5, "test": 0.1}]
     >>> keep_public(parse_metrics({"stages": rows}), "model-clipping").stages
-    (Stage(stage='after noise', arm=None, retain=None, forget=None, test=0.1),)
+    (Stage(stage='after noise', arm=None, retain=None, forget=None, test=0.1, ...),)
     """
     own = [row for row in find_own(metrics, method) if row.stage in STAGES[1:]]
     single = len({row.stage for row in own}) == len(own)
-    kept = tuple(row.model_copy(update={"forget": None}) for row in own) if single else ()
+    kept = (
+        tuple(row.model_copy(update={"forget": None, "forget_count": None}) for row in own)
+        if single
+        else ()
+    )
     return Metrics(title=metrics.title, task=metrics.task, arm=metrics.arm, stages=kept)

@@ -72,7 +72,7 @@ def render_report(
     ...     noise={"source": "none", "releasable": True}, noise_keys=0, trace=Trace(),
     ...     gradient_evaluations=640, weights_before="a" * 64, weights_noisy="b" * 64,
     ...     weights_after="b" * 64, device="cpu", dtype="float32",
-    ...     created="2025-11-15T22:00:00+00:00")
+    ...     created="2025-11-15T22:00:00+00:00", start="fresh")
     >>> page = render_report(record, certify(record, delta=1e-5), {"title": "Shop <model>"})
     >>> "<h1><bdi>Shop &lt;model&gt;</bdi></h1>" in page
     True

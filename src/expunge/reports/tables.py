@@ -16,6 +16,7 @@ from expunge.recipes import describe_fields
 from expunge.reports.metrics import CENTRE, OLD, RETRAINING, STAGES, Arm, Metrics, Stage
 
 MOST_ROWS = 200
+FEW = 100  # of fewer samples an accuracy is told as a count
 
 
 class Fact(NamedTuple):
@@ -57,12 +58,14 @@ def format_exact(value: object) -> str:
             return str(value)
 
 
-def format_percent(value: float | None) -> str:
-    """A fraction with one decimal; a dash where nothing was measured.
+def format_percent(value: float | None, count: int | None = None) -> str:
+    """A fraction with one decimal, of fewer than a hundred the count; a dash without a measurement.
 
-    >>> format_percent(0.8734), format_percent(None)
-    ('87.3 %', '–')
+    >>> format_percent(0.8734), format_percent(29 / 30, 30), format_percent(None)
+    ('87.3 %', '29 of 30', '–')
     """
+    if value is not None and count is not None and 0 < count < FEW:
+        return f"{round(value * count)} of {count}"
     return "–" if value is None else f"{100 * value:.1f} %"
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from expunge.certificates.identifiers import read_ids
 from expunge.errors import InputError
 
 Ids = npt.NDArray[np.str_]
@@ -118,56 +119,70 @@ def split_forget(
     *,
     ids: Sequence[str] | None = None,
 ) -> tuple[Samples, Samples]:
-    """(retain, forget): a seeded ``fraction`` is forgotten, or all samples of these ``ids``.
+    """(retain, forget): a seeded ``fraction`` of the people, or these ``ids``, with all samples.
 
-    Each set is in the original order. With one seed a larger fraction contains the smaller one.
-    An identifier that would stand in both sets is refused: it would void the certificate.
+    An identifier names a person, who is kept or forgotten as a whole. Each set is in the original
+    order. With one seed a larger fraction contains the smaller one.
 
     >>> samples = Samples(torch.zeros(10, 4), torch.arange(10) % 2, number_ids("a/", np.arange(10)))
     >>> retain, forget = split_forget(samples, fraction=0.2)
     >>> len(retain), len(forget)
     (8, 2)
-    >>> len(split_forget(samples, ids=["a/00003"])[1])
-    1
+    >>> twice = Samples(torch.zeros(10, 4), torch.arange(10) % 2, samples.ids[np.arange(10) // 2])
+    >>> retain, forget = split_forget(twice, fraction=0.2)
+    >>> len(set(forget.ids)), len(forget), len(split_forget(twice, ids=["a/00003"])[1])
+    (1, 2, 2)
     """
     if not 0 < fraction < 1:
         raise InputError.of("fraction", fraction, "a number between 0 and 1, both excluded")
-    gone = np.isin(samples.ids, list(ids or ()))
+    names = np.array(read_ids(samples.ids), dtype=np.str_)
+    people, first = np.unique(names, return_index=True)
+    people = people[np.argsort(first)]
+    if len(people) < 2:
+        raise InputError(f"all {len(samples)} samples are of one person, {str(people[0])!r}")
     if ids is not None:
-        unknown = [name for name in ids if name not in samples.ids]
+        chosen, known = list(read_ids(ids)), set(people.tolist())
+        unknown = [name for name in chosen if name not in known]
         if unknown:
-            raise InputError.of("ids", unknown[0], f"known, such as {str(samples.ids[0])!r}")
-    count = round(fraction * len(samples)) if ids is None else int(gone.sum())
-    if count == 0:
-        raise InputError(f"the forget set is empty; it must hold 1 to {len(samples) - 1} samples")
-    if count == len(samples):
+            raise InputError.of("ids", unknown[0], f"known, such as {str(people[0])!r}")
+    else:
+        chosen = people[_choose(len(people), round(fraction * len(people)), seed)]
+    gone = np.isin(names, chosen)
+    if not gone.any():
+        raise InputError(
+            f"the forget set is empty; it must hold 1 to {len(people) - 1} of the people"
+        )
+    if gone.all():
         raise InputError(
             f"the forget set holds all {len(samples)} samples; at least one must be retained"
         )
-    if ids is not None:
-        return samples.take(np.flatnonzero(~gone)), samples.take(np.flatnonzero(gone))
-    retain, forget = _split(samples, count, seed)
-    both = np.intersect1d(retain.ids, forget.ids)
-    if len(both):
-        raise InputError(
-            f"the identifier {str(both[0])!r} stands on samples that are kept and on samples that "
-            "are forgotten; all of its samples must go, or none"
-        )
-    return retain, forget
+    return samples.take(np.flatnonzero(~gone)), samples.take(np.flatnonzero(gone))
 
 
 def split_validation(
     samples: Samples, count: int, seed: int = VALIDATION_SEED
 ) -> tuple[Samples, Samples]:
-    """(train, validation): ``count`` samples set apart by a fixed seed, both in original order."""
+    """(train, validation): ``count`` samples set apart by a fixed seed, both in original order.
+
+    Nobody may stand in both: who is forgotten must not have chosen the model either.
+    """
     if not 0 <= count < len(samples):
         raise InputError.of("validation", count, f"from 0 to {len(samples) - 1} samples")
-    return _split(samples, count, seed)
+    chosen = np.zeros(len(samples), dtype=np.bool_)
+    chosen[_choose(len(samples), count, seed)] = True
+    train, held = samples.take(np.flatnonzero(~chosen)), samples.take(np.flatnonzero(chosen))
+    both = np.intersect1d(train.ids, held.ids)
+    if len(both):
+        raise InputError(
+            f"the identifier {str(both[0])!r} stands on samples for training and for validation; "
+            "set people apart, not samples"
+        )
+    return train, held
 
 
-def _split(samples: Samples, count: int, seed: int) -> tuple[Samples, Samples]:
-    """The others, and those with the ``count`` smallest of n raw 64-bit numbers."""
+def _choose(total: int, count: int, seed: int) -> npt.NDArray[np.int64]:
+    """The places, in order, of the ``count`` smallest of so many raw 64-bit numbers."""
     if isinstance(seed, bool) or not isinstance(cast(object, seed), int) or seed < 0:
         raise InputError.of("seed", seed, "an integer >= 0")
-    order = np.argsort(np.random.PCG64(seed).random_raw(len(samples)), kind="stable")
-    return samples.take(np.sort(order[count:])), samples.take(np.sort(order[:count]))
+    order = np.argsort(np.random.PCG64(seed).random_raw(total), kind="stable")
+    return np.sort(order[:count])

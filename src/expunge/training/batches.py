@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
 from expunge.errors import InputError, UnlearningError
 from expunge.training.randomness import capture_random, restore_random
@@ -194,6 +195,24 @@ def count_samples(data: object) -> int | None:
         return sum(map(count_examples, cast(Sequence[Any], data)))
     held = getattr(data, "inputs", getattr(data, "dataset", None))
     return len(cast(Any, held)) if hasattr(held, "__len__") else None
+
+
+def find_ids(data: object) -> Any:
+    """The identifiers that a loader, its data set or a subset of one carries; None for none.
+
+    >>> held = Batches(torch.zeros(3, 1), torch.zeros(3), batch_size=2, ids=["a", "b", "b"])
+    >>> find_ids(torch.utils.data.Subset(held, [2, 0])), find_ids([1])
+    (['b', 'a'], None)
+    """
+    own = getattr(data, "ids", None)
+    if own is not None:
+        return own
+    inner = getattr(data, "dataset", None)
+    found = None if inner is None else find_ids(inner)
+    if found is None or not isinstance(data, Subset):
+        return found
+    listed = found.tolist() if hasattr(found, "tolist") else list(found)
+    return [listed[at] for at in cast(Subset[Any], data).indices]
 
 
 def count_examples(batch: Any) -> int:

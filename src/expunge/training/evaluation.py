@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, cast
 
 import torch
@@ -28,6 +30,22 @@ class Evaluation:
     accuracy: float
     loss: float
     count: int
+
+    def interval(self, confidence: float = 0.99) -> tuple[float, float]:
+        """Where the accuracy lies with this confidence (Wilson).
+
+        ``(p + z²/2n ± z √(p(1-p)/n + z²/4n²)) / (1 + z²/n)``
+
+        >>> low, high = Evaluation(accuracy=0.96, loss=0.2, count=300).interval()
+        >>> round(low, 3), round(high, 3)
+        (0.92, 0.981)
+        """
+        if not 0 < confidence < 1:
+            raise InputError.of("confidence", confidence, "a number between 0 and 1, both excluded")
+        p, n, z = self.accuracy, self.count, NormalDist().inv_cdf((1 + confidence) / 2)
+        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        middle, whole = p + z * z / (2 * n), 1 + z * z / n
+        return max(0.0, (middle - half) / whole), min(1.0, (middle + half) / whole)
 
 
 @dataclass(frozen=True)

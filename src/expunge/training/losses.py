@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from torch import Tensor, dtype, nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.parameter import is_lazy
 
 from expunge.errors import InputError, UnlearningError
+from expunge.processes.group import is_sharded
+from expunge.processes.weights import check_module
+from expunge.training.batches import find_tensors
 from expunge.training.holding import LIMIT, find_held
 
 LossFunction = Callable[[Any, Any], Tensor]
@@ -39,6 +44,34 @@ def check_loss(loss_fn: LossFunction | None) -> None:
             )
 
 
+def check_data(model: nn.Module, data: object) -> None:
+    """Refuse data that hold a trained tensor of the old model, to make labels or inputs with it.
+
+    >>> model = nn.Linear(8, 3)
+    >>> check_data(model, [torch.ones(2, 8)])
+    >>> check_data(model, [torch.ones(2, 8), model])
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: the retained data hold weight of the old model: what it says about...
+    """
+    check_module(model)
+    if is_sharded(model):
+        return
+    named = model.named_parameters()
+    trained = {name: p for name, p in named if p.requires_grad and not is_lazy(p)}
+    for item in find_held(data):
+        if not isinstance(item, Tensor) or item.is_meta or item.layout is not torch.strided:
+            continue
+        for name, p in trained.items():
+            if item.shape != p.shape or not bool((item.to(p.device) == p).all()):
+                continue
+            if len(p.unique()) >= 8:  # fewer may be a constant, or chance
+                raise InputError(
+                    f"the retained data hold {name} of the old model: what it says about them, as "
+                    "labels, inputs or order, would carry it into the new one"
+                )
+
+
 def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Tensor:
     """The loss of one batch, a scalar.
 
@@ -56,15 +89,35 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> 
     >>> compute_loss(model, (torch.zeros(3, 2), torch.ones(3, 1)), nn.functional.mse_loss).item()
     1.0
     """
+    try:
+        return _check_scalar(_compute(model, batch, loss_fn))
+    except RuntimeError as error:
+        if "dtype" not in str(error) or not isinstance(cast(object, model), nn.Module):
+            raise
+        kinds = {t.dtype for t in find_tensors(batch) if t.is_floating_point()}
+        own = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        if kinds and own and kinds.isdisjoint(own):
+            raise InputError(
+                f"the model is {_say(own)} and its batches are {_say(kinds)}; they must be of one "
+                "dtype: model.float(), or inputs of the model's own"
+            ) from error
+        raise
+
+
+def _say(kinds: set[dtype]) -> str:
+    return ", ".join(sorted(str(kind).removeprefix("torch.") for kind in kinds))
+
+
+def _compute(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> object:
     match batch:
         case tuple() | list() if loss_fn is not None and len(batch) > 1:
             *inputs, target = cast(Sequence[Any], batch)
-            loss = loss_fn(model(*inputs), target)
+            return loss_fn(model(*inputs), target)
         case Tensor() if loss_fn is not None:
-            loss = loss_fn(model(batch), batch)
+            return loss_fn(model(batch), batch)
         case Mapping():
             output = model(**batch)
-            loss = _own_loss(output) if loss_fn is None else loss_fn(output, batch)
+            return _own_loss(output) if loss_fn is None else loss_fn(output, batch)
         case _ if loss_fn is None:
             raise InputError.of(
                 "loss_fn", None, "a function unless batches are mappings and the model returns loss"
@@ -73,7 +126,6 @@ def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> 
             raise InputError.of(
                 "batch", type(batch).__name__, "a tensor, a tuple (inputs, target) or a mapping"
             )
-    return _check_scalar(loss)
 
 
 def _own_loss(output: Any) -> Any:

@@ -21,6 +21,7 @@ from expunge.training.losses import LossFunction
 
 ScheduleName = Literal["constant", "one-cycle"]
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+OptimizerName = Literal["sgd", "adam", "adamw"]
 Prepare = Callable[[Tensor], Tensor]
 Compile = bool | Literal["auto"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -47,8 +48,9 @@ class Options(SharedOptions, total=False):
 
     learning_rate: Required[float]
     weight_decay: float
-    optimizer: MakeOptimizer | None
+    optimizer: MakeOptimizer | OptimizerName | None
     seed: int
+    features: str | None
 
 
 @runtime_checkable
@@ -66,11 +68,13 @@ class InMemory(Protocol):
 class Settings:
     """The options of a training.
 
-    ``epochs`` may be a fraction. ``optimizer(parameters)`` makes another torch optimizer than SGD;
-    the schedule then scales its own learning rates. ``batch_size``, ``augment(inputs, generator)``
+    ``epochs`` may be a fraction. ``optimizer`` is "sgd", "adam" or "adamw", or a function of the
+    parameters that makes a torch optimizer; the schedule then scales its own learning rates.
+    ``batch_size``, ``augment(inputs, generator)``
     and ``prepare(inputs)`` are for data in memory. ``seed`` draws their order, and dropout.
     ``compile`` has the loss of data in memory compiled, "auto" where that pays
-    (:mod:`expunge.training.compiled`).
+    (:mod:`expunge.training.compiled`). ``features`` names a frozen module whose output is computed
+    once per sample (:mod:`expunge.training.cached`).
 
     >>> Settings(epochs=2, learning_rate=-1.0)
     Traceback (most recent call last):
@@ -84,12 +88,13 @@ class Settings:
     weight_decay: float = 0.0
     momentum: float = 0.0
     schedule: ScheduleName = "constant"
-    optimizer: MakeOptimizer | None = None
+    optimizer: MakeOptimizer | OptimizerName | None = None
     augment: Augment | None = None
     prepare: Prepare | None = None
     loss_fn: LossFunction | None = cross_entropy
     seed: int = 0
     compile: Compile = "auto"
+    features: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "learning_rate", "weight_decay", "momentum"):
@@ -97,6 +102,7 @@ class Settings:
                 raise InputError.of(name, getattr(self, name), "a finite number >= 0")
         if self.batch_size != int(self.batch_size) or self.batch_size < 1:
             raise InputError.of("batch_size", self.batch_size, "a whole number >= 1")
+        check_choice(self.optimizer, self.momentum)
         if not isinstance(self.compile, bool) and self.compile != "auto":
             raise InputError.of("compile", self.compile, "True, False or 'auto'")
 
@@ -124,17 +130,57 @@ class Settings:
     def make_optimizer(self, model: nn.Module) -> Scheduled:
         """The optimizer of the trainable parameters of ``model``."""
         parameters = [p for p in model.parameters() if p.requires_grad]
-        if self.optimizer is not None:
-            return Scheduled(check_optimizer(self.optimizer(parameters), parameters))
-        return Scheduled(
-            torch.optim.SGD(
-                parameters, self.learning_rate, self.momentum, weight_decay=self.weight_decay
-            )
-        )
+        rate, decay = self.learning_rate, self.weight_decay
+        return make_optimizer(self.optimizer, parameters, rate, self.momentum, decay)
 
     def count_steps(self, length: int) -> int:
         """Steps of ``epochs`` passes through ``length`` batches."""
         return math.ceil(self.epochs * length - 1e-9)
+
+
+def check_choice(optimizer: object, momentum: float) -> None:
+    """Refuse an optimizer that is none, and momentum where it would be left out.
+
+    >>> check_choice("lion", 0.0)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: optimizer is 'lion'; it must be 'sgd', 'adam', 'adamw' or a ...
+    """
+    if optimizer is None or optimizer == "sgd":
+        return
+    if optimizer not in ("adam", "adamw"):
+        if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+            shown = optimizer if isinstance(optimizer, str) else type(optimizer).__name__
+            valid = "'sgd', 'adam', 'adamw' or a function of the parameters that makes one"
+            raise InputError.of("optimizer", shown, valid)
+    elif momentum > 0:
+        raise InputError.of("momentum", momentum, f"0 with optimizer={optimizer!r}")
+
+
+def make_optimizer(
+    optimizer: MakeOptimizer | OptimizerName | None,
+    parameters: list[nn.Parameter],
+    learning_rate: float,
+    momentum: float,
+    weight_decay: float,
+) -> Scheduled:
+    """The optimizer of these parameters; a function's own is made anew and holds nothing else."""
+    given: Any = {"lr": learning_rate, "weight_decay": weight_decay}
+    match optimizer:
+        case None | "sgd":
+            return Scheduled(torch.optim.SGD(parameters, momentum=momentum, **given))
+        case "adam":
+            return Scheduled(torch.optim.Adam(parameters, **given))
+        case "adamw":
+            return Scheduled(torch.optim.AdamW(parameters, **given))
+        case _:
+            before = [p.detach().clone() for p in parameters]
+            made = check_optimizer(optimizer(parameters), parameters)
+            if not all(torch.equal(p, q) for p, q in zip(parameters, before, strict=True)):
+                raise InputError(
+                    "optimizer() changes the parameters; it must leave them as they are"
+                )
+            return Scheduled(made)
 
 
 def check_optimizer(

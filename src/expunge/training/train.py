@@ -10,21 +10,34 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
-from expunge.certificates.identifiers import Commitment, commit, opens, read_names
+from expunge.certificates.identifiers import (
+    Commitment,
+    commit,
+    commit_request,
+    opens,
+    read_names,
+)
 from expunge.certificates.record import FineTuning, Run, RunRecord
 from expunge.errors import InputError, UnlearningError
+from expunge.processes.adapters import describe_adapter
 from expunge.processes.agreement import check_step
 from expunge.processes.group import Processes, is_sharded
-from expunge.processes.weights import hash_weights, list_tensors, to_local
+from expunge.processes.weights import (
+    check_module,
+    find_nonfinite,
+    hash_weights,
+    list_tensors,
+)
 from expunge.progress import show_progress
-from expunge.training.batches import Cycle, count_samples, move_batch
+from expunge.training.batches import Cycle, count_samples, find_ids, find_tensors, move_batch
+from expunge.training.cached import cached_features
 from expunge.training.compiled import CompiledLoss, plan_loss, warn_uncompiled
 from expunge.training.losses import check_loss, compute_loss
 from expunge.training.randomness import (
@@ -34,6 +47,7 @@ from expunge.training.randomness import (
     seeded_random,
     untouched_random,
 )
+from expunge.training.resuming import Keeper, Standing
 from expunge.training.settings import InMemory, Options, Settings, schedule_factor, spell_out
 from expunge.training.shares import Shares
 
@@ -44,8 +58,8 @@ OnPass = Callable[[int, float], object]
 class TrainingLog:
     """What ran: ``losses`` is the mean training loss of each pass through the data.
 
-    ``diverged`` is the first step, from 0, whose loss was not finite; ``note`` says why the steps
-    were not ``compiled``, if that was considered.
+    ``diverged`` is the first step, from 0, whose loss was not finite, ``tainted`` whether its batch
+    was not finite itself; ``note`` says why steps were not ``compiled``, if that was considered.
     """
 
     optimizer: str
@@ -59,6 +73,7 @@ class TrainingLog:
     compiled: bool = False
     note: str = ""
     diverged: int | None = None
+    tainted: bool = False
 
 
 def make_log(
@@ -71,6 +86,7 @@ def make_log(
     gradient_evaluations: int,
     compiled: bool,
     note: str,
+    tainted: bool = False,
 ) -> TrainingLog:
     """The log of a training with these losses, one of each step; a pass has ``length`` steps."""
     means, wrong = (), []
@@ -90,6 +106,7 @@ def make_log(
         compiled=compiled,
         note=note,
         diverged=wrong[0] if wrong else None,
+        tainted=tainted,
     )
 
 
@@ -100,21 +117,24 @@ def train(
     *,
     generator: torch.Generator | None = None,
     on_pass: OnPass | None = None,
+    on_step: Callable[[int], object] | None = None,
     progress: bool = False,
     processes: Processes | None = None,
+    keeper: Keeper | None = None,
     **options: Unpack[Options],
 ) -> TrainingLog:
     """Train the module's trainable parameters in place, in the train or eval mode it is in.
 
     The options are ``epochs``, ``learning_rate``, ``batch_size`` (128), ``weight_decay``,
     ``momentum``, ``schedule`` ("constant" or "one-cycle"), ``optimizer``, ``augment``, ``prepare``,
-    ``loss_fn`` (cross-entropy), ``seed`` and ``compile``; what each does is told by
+    ``loss_fn`` (cross-entropy), ``seed``, ``compile`` and ``features``; what each does is told by
     :class:`expunge.training.settings.Settings`. ``data`` is in memory (``inputs`` and ``targets``;
     the order comes from ``generator`` or the seed) or any loader. The global random state is
     untouched.
     ``on_pass(passes, mean loss)`` is called after every pass through the data, when the module
-    holds that pass's parameters. Several ``processes`` each take their share of every batch and
-    average their gradients.
+    holds that pass's parameters, ``on_step(done)`` after every step. Several ``processes`` each
+    take their share of every batch and average their gradients. A ``keeper`` saves the state, when
+    ``on_step`` raises KeyboardInterrupt too, and the training goes on from what it holds.
 
     >>> model = nn.Linear(2, 2)
     >>> batches = [(torch.eye(2), torch.tensor([0, 1]))]
@@ -122,8 +142,16 @@ def train(
     >>> log.steps, log.losses[0] > log.losses[-1]
     (3, True)
     """
+    check_module(model)
     how, processes = Settings(**options), processes or Processes()
     loader = how.make_loader(data, generator)
+    if how.features is not None:
+        if not processes.alone:
+            raise InputError.of("features", how.features, "left out with several processes")
+        rest: dict[str, Any] = {**options, "features": None, "augment": None, "prepare": None}
+        more: dict[str, Any] = {"on_pass": on_pass, "on_step": on_step, "keeper": keeper}
+        with cached_features(model, how.features, loader, how.seed) as kept:
+            return train(model, kept, progress=progress, **more, **rest)
     length = _count_batches(loader)
     steps = how.count_steps(length)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -133,16 +161,24 @@ def train(
     planned = plan_loss(
         how if processes.alone else replace(how, compile=False), model, loader, steps
     )
-    cycle, device, sharded = (
-        Cycle(Shares(loader, processes)),
-        parameters[0].device,
-        is_sharded(model),
-    )
-    losses, evaluations = list[Tensor](), 0
+    device, sharded, shares = parameters[0].device, is_sharded(model), Shares(loader, processes)
+    found = None if keeper is None else keeper.load(model, optimizing.optimizer)
+    first, evaluations = (0, 0) if found is None else (found.done, found.gradient_evaluations)
+    losses = [] if found is None else [loss.to(device) for loss in found.losses]
+    tainted = None
     with untouched_random():
-        seed_random(derive_seed(f"training {how.seed}"))
+        if found is None:
+            cycle = Cycle(shares, keep=keeper is not None)
+            seed_random(derive_seed(f"training {how.seed}"))
+        else:
+            assert keeper is not None
+            keeper.resumed += found.done < steps
+            cycle = _go_on(shares, found, keeper)
+            _tell_passes(losses, length, steps, on_pass)
         optimizing.clear()
-        for t in show_progress(range(steps), steps, "training", progress and processes.leads):
+        for t in show_progress(
+            range(first, steps), steps, "training", progress and processes.leads
+        ):
             share = cycle.take()
             batch = move_batch(share.batch, device)
             with _work_apart(processes, how.seed, t):
@@ -157,9 +193,18 @@ def train(
             optimizing.step(schedule_factor(how.schedule, t, steps))
             losses.append(loss.detach())
             evaluations += share.total
+            if tainted is None and device.type == "cpu" and not math.isfinite(losses[-1]):
+                tainted = not all(bool(torch.isfinite(x).all()) for x in find_tensors(share.batch))
             if on_pass is not None and ((t + 1) % length == 0 or t + 1 == steps):
                 passed = t // length * length
                 on_pass(t // length + 1, float(torch.stack(losses[passed:]).mean()))
+            stop = _ask(on_step, t + 1)
+            if keeper is not None and (stop is not None or keeper.is_due() or t + 1 == steps):
+                resumed = keeper.resumed
+                now = Standing(t + 1, evaluations, resumed, tuple(losses), cycle.place())
+                keeper.save(model, optimizing.optimizer, now)
+            if stop is not None:
+                raise stop
     note = planned.note if isinstance(planned, CompiledLoss) else planned
     if isinstance(planned, CompiledLoss) and note and how.compile is True:
         warn_uncompiled(note)
@@ -173,7 +218,34 @@ def train(
         gradient_evaluations=evaluations,
         compiled=isinstance(planned, CompiledLoss) and not note,
         note=note,
+        tainted=bool(tainted),
     )
+
+
+def _go_on(shares: Shares, found: Standing, keeper: Keeper) -> Cycle:
+    try:
+        return Cycle(shares, found.place, keep=True)
+    except (RuntimeError, KeyError) as error:
+        raise InputError(f"checkpoint {keeper.path} is damaged: {error}") from None
+
+
+def _ask(on_step: Callable[[int], object] | None, done: int) -> KeyboardInterrupt | None:
+    """Whoever hears of a step may ask to stop there."""
+    try:
+        if on_step is not None:
+            on_step(done)
+    except KeyboardInterrupt as stop:
+        return stop
+    return None
+
+
+def _tell_passes(losses: Sequence[Tensor], length: int, steps: int, on_pass: OnPass | None) -> None:
+    """The passes that were complete before a training was resumed."""
+    whole = len(losses) if len(losses) == steps else len(losses) // length * length
+    for first in range(0, whole if on_pass is not None else 0, length):
+        assert on_pass is not None
+        part = torch.stack(list(losses[first : min(first + length, whole)]))
+        on_pass(first // length + 1, float(part.mean()))
 
 
 @contextlib.contextmanager
@@ -210,9 +282,9 @@ def fine_tune(
 
     The options are those of :func:`train`; order and dropout follow from ``seed``, a loader's own
     generator too. A model that is not what the record says is refused. ``ids`` identify the data
-    (default: ``data.ids``); they are committed to, and must not meet what the run forgot
-    (``run.forgotten``, and ``forget_ids`` beside it). A sharded model is trained in place; of
-    several ``processes`` every one returns the same run.
+    (default: the ``ids`` of the data or their data set); they are committed to, and must not meet
+    what the run forgot (``run.forgotten``, and ``forget_ids`` beside it). A sharded model is
+    trained in place; of several ``processes`` every one returns the same run.
 
     >>> from expunge import OutputPerturbation
     >>> from expunge.noisy.run import unlearn
@@ -222,6 +294,8 @@ def fine_tune(
     >>> tuned.record.finetune.optimizer, tuned.record.finetune.steps
     ('SGD', 2)
     """
+    if not isinstance(run, Run):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError(f"run is a {type(run).__name__}; it must be the run that unlearn returned")
     check_loss(options.get("loss_fn"))
     tuning = begin_fine_tuning(run, data, ids, forget_ids, processes)
     with seeded_random(options.get("seed", 0), data):
@@ -250,7 +324,8 @@ class Tuning:
 
     def end(self, log: TrainingLog) -> Run:
         """The run with its tuned model; refused if that is not finite, or not what was allowed."""
-        check_trained(self.model, log, "fine-tuning")
+        public = self.run.record.public
+        check_trained(self.model, log, "fine-tuning", () if public is None else public.names)
         found = _hash_fixed(self.model, self.run.record, self.processes)
         changed = sorted(name for name in self.fixed if found.get(name) != self.fixed[name])
         if changed:
@@ -261,7 +336,8 @@ class Tuning:
         after = hash_weights(list_tensors(self.model), self.processes)
         check_step(self.processes, {"step": f"{log.steps} of fine-tuning", "parameters": after})
         finetune = describe_training(log, self.data, self.checked)
-        record = replace(self.run.record, finetune=finetune, weights_after=after)
+        adapter = describe_adapter(self.model, self.run.record.public)
+        record = replace(self.run.record, finetune=finetune, weights_after=after, adapter=adapter)
         return Run(self.model, self.processes.share(record), self.forgotten)
 
 
@@ -322,7 +398,7 @@ def read_request(forget_ids: Iterable[str | int] | None) -> tuple[str, ...] | No
 def read_retained(
     data: object, ids: Iterable[str | int] | None, forgotten: Iterable[str] | None
 ) -> tuple[str, ...] | None:
-    """The identifiers of retained data (default: ``data.ids``), one for each sample.
+    """The identifiers of retained data (default: its own), one for each sample.
 
     None where they are not known; refused where one of them is forgotten.
 
@@ -331,13 +407,14 @@ def read_retained(
     ...
     expunge.errors.InputError: retain_ids holds 'b', which is forgotten (1 in all); ...
     """
-    names = read_names(getattr(data, "ids", None) if ids is None else ids)
+    names = read_names(find_ids(data) if ids is None else ids)
     if names is None:
         return None
     count = count_samples(data)
     if count is not None and len(names) != count:
         raise InputError.of("number of retain_ids", len(names), f"{count}, one for each example")
-    both = set(names).intersection(forgotten or ())
+    own = read_names(find_ids(data)) or ()
+    both = {*names, *(own if len(own) == count else ())}.intersection(forgotten or ())
     if both:
         raise InputError(
             f"retain_ids holds {min(both)!r}, which is forgotten ({len(both)} in all); "
@@ -375,23 +452,29 @@ def read_sets(
     return Sets(
         forgotten=None if gone is None else frozenset(gone),
         retained=kept,
-        forget=None if gone is None else commit(gone),
+        forget=None if gone is None else commit_request(gone, kept),
         retain=None if kept is None else commit(kept),
         checked=None not in (gone, kept, count_samples(data)),
     )
 
 
-def check_trained(model: nn.Module, log: TrainingLog, doing: str) -> None:
+def check_trained(
+    model: nn.Module, log: TrainingLog, doing: str, public: Collection[str] = ()
+) -> None:
     """Refuse a model that training drove out of the numbers."""
-    for name, tensor in list_tensors(model).items():
-        own = to_local(tensor)
-        if own.is_floating_point() and not bool(torch.isfinite(own).all()):
-            step = log.steps - 1 if log.diverged is None else log.diverged
-            length = max(int(log.steps / max(log.epochs, 1e-9) + 1e-9), 1)
-            raise UnlearningError(
-                f"{name} is not finite after {doing}: training diverged at batch "
-                f"{step % length + 1} of epoch {step // length + 1}; lower the learning rate"
+    wrong = find_nonfinite(list_tensors(model), public)
+    if wrong is not None:
+        step = log.steps - 1 if log.diverged is None else log.diverged
+        length = max(int(log.steps / max(log.epochs, 1e-9) + 1e-9), 1)
+        place = f"batch {step % length + 1} of epoch {step // length + 1}"
+        raise UnlearningError(
+            f"{wrong} is not finite after {doing}: "
+            + (
+                f"{place} holds a number that is not finite; mend or leave out that sample"
+                if log.tainted
+                else f"training diverged at {place}; lower the learning rate"
             )
+        )
 
 
 def describe_training(log: TrainingLog, data: Commitment | None, checked: bool) -> FineTuning:

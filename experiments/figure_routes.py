@@ -1,0 +1,272 @@
+"""Which route keeps what, at which price: test accuracy against the cost of answering a request.
+
+    python experiments/figure_routes.py                     # all tasks, three seeds
+    python experiments/figure_routes.py --task mnist --arms shards
+    python experiments/figure_routes.py --plot              # draw what there is
+    python experiments/figure_routes.py --smoke --out DIR
+
+Requests of one person, fifty and a tenth of all, another set with every seed; routes.py says what
+each route is and what is counted. On MNIST the heads see pixels, plain or with public random
+features beside them; on CIFAR-10 what the paper's network learned on CIFAR-100, which is public
+here; elsewhere all that a frozen public network gives. Learning rates are chosen on validation data
+with the first seed and a tenth forgotten, for all other runs of a route. Differences to retraining
+are paired by seed.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from options import Options, drive
+from plots import draw_points
+from problems import load_problem
+from routes import SIZES, Case, Ground, Route, Size, answer, list_routes
+from runs import Store, find_commit
+from summary import Difference, Mean, compare, make_table
+
+RATES = (0.01, 0.03, 0.06, 0.1, 0.3, 1.0)
+SEEDS = 3
+Entries = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Where networks and heads run, passes of a training, the lift, and whether there are public
+    features from elsewhere: then the claims of heads apply."""
+
+    title: str
+    network: str
+    heads: str
+    epochs: float
+    lift: int
+    public: bool
+
+
+TASKS = {
+    "mnist": Task("MNIST", "mnist", "features_mnist", 30, 4_096, False),
+    "cifar10": Task("CIFAR-10", "cifar10", "crossed_cifar10", 10, 4_096, False),
+    **{
+        f"features_{name}": Task(
+            f"{title} on public features", f"features_{name}", f"features_{name}", 49, 4_096, True
+        )
+        for name, title in (("cifar10", "CIFAR-10"), ("cifar100", "CIFAR-100"))
+    },
+    "debian": Task("Debian's descriptions", "debian", "debian", 49, 4_096, True),
+    "digits": Task("digits", "digits", "digits", 2, 64, True),
+}
+
+
+def run(task: str, options: Options) -> None:
+    """Whatever is missing: first the rates, then everything else, route by route."""
+    store = Store(options.out, f"routes_{task}")
+    seeds = options.seeds or (2 if options.smoke else SEEDS)
+    rates = RATES[2:4] if options.smoke else RATES
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for route in list_routes():
+            run_cases(task, options, store, options.take_part(list_trials(route, rates)))
+        for route in list_routes():
+            cases = list_cases(route, rates, seeds, store)
+            run_cases(task, options, store, options.take_part(cases))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def list_trials(route: Route, rates: tuple[float, ...]) -> list[Case]:
+    """Every rate with the first seed and a tenth forgotten."""
+    return [Case(route, "tenth", 0, rate) for rate in rates] if route.tuned else []
+
+
+def list_cases(route: Route, rates: tuple[float, ...], seeds: int, store: Store) -> list[Case]:
+    """All sizes and seeds at the rate that was best on validation data."""
+    rate = choose_rate(route, rates, store.read())
+    return [Case(route, size, s, rate) for s in range(seeds) for size in SIZES]
+
+
+def choose_rate(route: Route, rates: tuple[float, ...], done: dict[str, Any]) -> float:
+    """The best rate of those that were tried; 0 for routes without one."""
+    keys = {case.rate: case.key for case in list_trials(route, rates)}
+    tried = {rate: done[key]["validation"] for rate, key in keys.items() if key in done}
+    return max(tried, key=lambda rate: tried[rate]) if tried else 0.0
+
+
+def run_cases(task: str, options: Options, store: Store, cases: list[Case]) -> None:
+    """Those that are not finished; what was learned before is shared by the sizes of a seed."""
+    done = store.read()
+    left = [case for case in cases if case.key not in done and (case.rate or not case.route.tuned)]
+    for seed, group in groupby(left, lambda case: case.seed):
+        began = time.monotonic()
+        for case, found in answer(load_ground(task, options.root, options.out), list(group)):
+            told = {"key": case.key, "task": task, "route": case.route.name, "size": case.size}
+            told |= {"seed": seed, "rate": case.rate, "commit": find_commit()}
+            store.add(told | found)
+            seconds = f"{time.monotonic() - began:.0f} s"
+            print(f"{task}: {case.key}, {seconds}", file=sys.stderr, flush=True)
+
+
+@functools.cache
+def load_ground(task: str, root: Path | None, out: Path) -> Ground:
+    """The problems of a task."""
+    about = TASKS[task]
+    network, heads = (load_problem(name, root) for name in (about.network, about.heads))
+    return Ground(network, heads, about.epochs, about.lift, out / "models")
+
+
+def read_entries(task: str, out: Path) -> Entries:
+    """Finished runs of the chosen rates; the trials of other rates are left out."""
+    done = Store(out, f"routes_{task}").read()
+    rates = tuple(sorted({entry["rate"] for entry in done.values() if entry["rate"]}))
+    chosen = {route.name: choose_rate(route, rates, done) for route in list_routes()}
+    return [entry for entry in done.values() if entry["rate"] == chosen.get(entry["route"])]
+
+
+def plot(task: str, options: Options) -> None:
+    """One picture, one table."""
+    entries = read_entries(task, options.out)
+    if not entries:
+        return
+    points = {
+        route.name: [found for size in SIZES if (found := place(entries, route, size))]
+        for route in list_routes()
+    }
+    draw_points(
+        {name: found for name, found in points.items() if found},
+        lighter={route.name for route in list_routes() if route.control},
+        title=TASKS[task].title,
+        horizontal="seconds to answer a request",
+        vertical="test accuracy (%)",
+        files=[options.out / f"figure_routes_{task}.{kind}" for kind in ("png", "svg")],
+    )
+    text = tabulate(task, options.out)
+    (options.out / f"figure_routes_{task}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
+def place(entries: Entries, route: Route, size: Size) -> tuple[float, float, float, str] | None:
+    """(seconds, accuracy, its spread, size) of a route; None where there is nothing."""
+    found = _select(entries, route, size)
+    if not found:
+        return None
+    test = Mean.of([entry["test"] for entry in found])
+    return Mean.of([entry["seconds"] for entry in found]).value, test.value, test.spread, size
+
+
+def _select(entries: Entries, route: Route, size: Size) -> Entries:
+    wanted = (route.name, size)
+    return [e for e in entries if (e["route"], e["size"]) == wanted and "test" in e]
+
+
+def tabulate(task: str, out: Path) -> str:
+    """Every route by the size of the request: accuracy, minus retraining, cost, price."""
+    entries = read_entries(task, out)
+    rows: list[list[object]] = []
+    for route in list_routes():
+        for size in SIZES:
+            found = _select(entries, route, size)
+            if not found:
+                continue
+            apart = compare_with_retraining(entries, route, size)
+            rows.append([
+                route.name, route.guarantee, size, len(found),
+                Mean.of([entry["test"] for entry in found]),
+                "" if route.kind == "retraining" else apart,
+                _average(found, "seconds"), _average(found, "gradient_evaluations"), route.price,
+            ])  # fmt: skip
+    header = ["route", "(ε, δ)", "forgotten", "seeds", "test %", "minus retraining", "seconds",
+              "gradient evaluations", "price"]  # fmt: skip
+    return make_table(header, rows) + "\n"
+
+
+def compare_with_retraining(entries: Entries, route: Route, size: Size) -> Difference:
+    """Test accuracy, paired by seed."""
+    scored = [entry for entry in entries if "test" in entry]
+    return compare(scored, {"route": route.name}, {"route": "retraining"}, size=size)
+
+
+def _average(found: Entries, name: str) -> str:
+    value = Mean.of([entry[name] for entry in found]).value
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def tabulate_claims(out: Path) -> str:
+    """What the routes must show, one line each; a line that fails says so."""
+    rows: list[list[object]] = []
+    for task, about in TASKS.items():
+        entries = read_entries(task, out) if task != "digits" else []
+        if not entries:
+            continue
+        for size in SIZES:
+            base = place(entries, _find("retraining"), size)
+            if base is None:
+                continue
+            for claim in (claim_heads, claim_shards, claim_noisy):
+                rows += claim(about, entries, size, base[0])
+    return make_table(["claim", "target", "found", "verdict"], rows) if rows else "Not run yet."
+
+
+def claim_heads(about: Task, entries: Entries, size: Size, seconds: float) -> list[list[object]]:
+    """A head at or above retraining, exact statistics at a fiftieth of its time."""
+    if not about.public:
+        return []
+    rows: list[list[object]] = []
+    heads = [route for route in list_routes() if route.kind in ("statistics", "convex")]
+    gains = {r.name: compare_with_retraining(entries, r, size) for r in heads}
+    gains = {name: gain for name, gain in gains.items() if gain.count > 1}
+    if gains:
+        best = max(gains, key=lambda name: gains[name].value)
+        gain = gains[best]
+        what = f"{about.title}, {size} forgotten: {best} is not below retraining"
+        rows.append([what, "interval not below −0.3", gain, _judge(gain.low >= -0.3)])
+    for name in ("exact statistics, plain", "exact statistics, lifted"):
+        if (found := place(entries, _find(name), size)) is not None:
+            what = f"{about.title}, {size} forgotten: {name} takes a fiftieth of retraining"
+            ratio = found[0] / seconds
+            rows.append([what, "≤ 0.02", f"{ratio:.3g}", _judge(ratio <= 0.02)])
+    return rows
+
+
+def claim_shards(about: Task, entries: Entries, size: Size, seconds: float) -> list[list[object]]:
+    """Single requests at a fifth of retraining's cost."""
+    found = place(entries, _find("shards"), size)
+    if size != "1" or found is None:
+        return []
+    what = f"{about.title}: shards forget one at a fifth of retraining's time"
+    ratio = found[0] / seconds
+    return [[what, "≤ 0.2", f"{ratio:.3g}", _judge(ratio <= 0.2)]]
+
+
+def claim_noisy(about: Task, entries: Entries, size: Size, _: float) -> list[list[object]]:
+    """Certified runs around an initialisation are not significantly below retraining."""
+    rows: list[list[object]] = []
+    for route in list_routes():
+        gain = compare_with_retraining(entries, route, size)
+        if route.centre == "initialisation" and not route.control and gain.count > 1:
+            what = f"{about.title}, {size} forgotten: {route.name} is not below retraining"
+            rows.append([what, "interval reaches 0", gain, _judge(gain.high >= 0)])
+    return rows
+
+
+def _find(name: str) -> Route:
+    return next(route for route in list_routes() if route.name == name)
+
+
+def _judge(holds: bool) -> str:
+    return "holds" if holds else "**fails**"
+
+
+main: Callable[..., None] = functools.partial(
+    drive, __doc__, tuple(task for task in TASKS if task != "digits"), run, plot
+)
+
+if __name__ == "__main__":
+    main()

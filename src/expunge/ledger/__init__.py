@@ -1,0 +1,1 @@
+"""Requests of people, and the releases that answer them: due when, held where, proven by what."""

@@ -1,0 +1,70 @@
+"""When an answer is due, and how late it is: computed from two dates and today, never stored."""
+
+from __future__ import annotations
+
+import calendar
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from typing import Literal
+
+from expunge.errors import InputError
+
+SOON = 7
+Pace = Literal["on time", "due soon", "overdue"]
+
+
+@dataclass(frozen=True)
+class Clock:
+    """How a request stands: ``days`` are left (or were, when it ended), negative when overdue.
+
+    >>> read_clock(date(2026, 2, 28), None, date(2026, 2, 25))
+    Clock(pace='due soon', days=3)
+    """
+
+    pace: Pace
+    days: int
+
+
+def read_clock(due: date, ended: date | None, today: date) -> Clock:
+    """The pace of a request that is due, or was when it ended."""
+    days = (due - (ended or today)).days
+    if days < 0:
+        return Clock("overdue", days)
+    return Clock("due soon" if ended is None and days <= SOON else "on time", days)
+
+
+def add_month(day: date) -> date:
+    """The same day of the next month, or its last: one month as the law counts it.
+
+    >>> add_month(date(2026, 1, 31)), add_month(date(2026, 12, 5))
+    (datetime.date(2026, 2, 28), datetime.date(2027, 1, 5))
+    """
+    year, month = day.year + day.month // 12, day.month % 12 + 1
+    return date(year, month, min(day.day, calendar.monthrange(year, month)[1]))
+
+
+def read_date(field: str, given: date | str | None, default: date) -> date:
+    """A date from a date or its ISO text.
+
+    >>> read_date("due", "2026-13-01", date(2026, 1, 1))
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: due is '2026-13-01'; it must be a date such as 2026-01-31
+    """
+    match given:
+        case None:
+            return default
+        case datetime():
+            return given.date()
+        case date():
+            return given
+        case _:
+            try:
+                return date.fromisoformat(given)
+            except ValueError:
+                raise InputError.of(field, given, "a date such as 2026-01-31") from None
+
+
+def read_now() -> datetime:
+    """Now, in whole seconds of UTC."""
+    return datetime.now(UTC).replace(microsecond=0)

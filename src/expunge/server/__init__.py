@@ -1,0 +1,1 @@
+"""The ledger over HTTP: a JSON API for programs, and pages for a data-protection officer."""
