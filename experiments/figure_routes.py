@@ -9,8 +9,9 @@ Requests of one person, fifty and a tenth of all, another set with every seed; r
 each route is and what is counted. On MNIST the heads see pixels, plain or with public random
 features beside them; on CIFAR-10 what the paper's network learned on CIFAR-100, which is public
 here; elsewhere all that a frozen public network gives. Learning rates are chosen on validation data
-with the first seed and a tenth forgotten, for all other runs of a route. Differences to retraining
-are paired by seed.
+with the first seed and a tenth forgotten, for all other runs of a route: four rates, and further
+ones as long as the best is the smallest or the largest. Differences to retraining are paired by
+seed. Runs that take long and depend least on the request (noise, for one and for fifty) are last.
 """
 
 from __future__ import annotations
@@ -33,15 +34,16 @@ from routes import SIZES, Case, Ground, Route, Size, answer, list_routes
 from runs import Store, find_commit
 from summary import Difference, Mean, compare, make_table
 
-RATES = (0.01, 0.03, 0.06, 0.1, 0.3, 1.0)
+LADDER = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+RATES = LADDER[3:7]
 SEEDS = 3
 Entries = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Task:
-    """Where networks and heads run, passes of a training, the lift, and whether there are public
-    features from elsewhere: then the claims of heads apply."""
+    """Where networks and heads run, passes of a training, the lift, whether there are public
+    features from elsewhere (then the claims of heads apply), and how many models must forget."""
 
     title: str
     network: str
@@ -49,11 +51,12 @@ class Task:
     epochs: float
     lift: int
     public: bool
+    model_seeds: int = 3
 
 
 TASKS = {
     "mnist": Task("MNIST", "mnist", "features_mnist", 30, 4_096, False),
-    "cifar10": Task("CIFAR-10", "cifar10", "crossed_cifar10", 10, 4_096, False),
+    "cifar10": Task("CIFAR-10", "cifar10", "crossed_cifar10", 4, 4_096, False, model_seeds=1),
     **{
         f"features_{name}": Task(
             f"{title} on public features", f"features_{name}", f"features_{name}", 49, 4_096, True
@@ -66,37 +69,64 @@ TASKS = {
 
 
 def run(task: str, options: Options) -> None:
-    """Whatever is missing: first the rates, then everything else, route by route."""
+    """Whatever is missing: the rates, then everything but noisy runs for few, then those."""
     store = Store(options.out, f"routes_{task}")
     seeds = options.seeds or (2 if options.smoke else SEEDS)
-    rates = RATES[2:4] if options.smoke else RATES
+    rates = LADDER[4:6] if options.smoke else RATES
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for route in list_routes():
-            run_cases(task, options, store, options.take_part(list_trials(route, rates)))
-        for route in list_routes():
-            cases = list_cases(route, rates, seeds, store)
-            run_cases(task, options, store, options.take_part(cases))
+            while case := find_trial(route, rates, store.read(), widen=not options.smoke):
+                if options.arms not in case.key:
+                    break
+                run_cases(task, options, store, [case])
+        for late in (False, True):
+            for route in list_routes():
+                cases = [c for c in list_cases(route, seeds, store) if is_late(c) is late]
+                run_cases(task, options, store, options.take_part(cases))
     finally:
         torch.set_num_threads(threads)
 
 
-def list_trials(route: Route, rates: tuple[float, ...]) -> list[Case]:
-    """Every rate with the first seed and a tenth forgotten."""
-    return [Case(route, "tenth", 0, rate) for rate in rates] if route.tuned else []
+def is_late(case: Case) -> bool:
+    """Noisy runs for one and for fifty: they take as long as for a tenth."""
+    return case.route.kind == "noisy" and case.size != "tenth"
 
 
-def list_cases(route: Route, rates: tuple[float, ...], seeds: int, store: Store) -> list[Case]:
+def find_trial(
+    route: Route, rates: tuple[float, ...], done: dict[str, Any], *, widen: bool = True
+) -> Case | None:
+    """The next rate to try, with the first seed and a tenth forgotten; None when the best is not
+    the smallest or the largest that was tried, and for routes that have no rate of their own."""
+    if not route.tuned or route.control:
+        return None
+    tried = read_trials(route, done)
+    left = [rate for rate in rates if rate not in tried]
+    if not left and widen:
+        best = choose_rate(route, done)
+        place = LADDER.index(best)
+        beside = LADDER[max(place - 1, 0) : place + 2]
+        left = [rate for rate in beside if rate not in tried]
+    return Case(route, "tenth", 0, left[0]) if left else None
+
+
+def read_trials(route: Route, done: dict[str, Any]) -> dict[float, float]:
+    """Accuracy on validation data by rate; a control has those of the arm it controls."""
+    arm = next(each for each in list_routes() if each.name == route.tuned_as)
+    keys = {rate: Case(arm, "tenth", 0, rate).key for rate in LADDER}
+    return {rate: done[key].get("validation", 0.0) for rate, key in keys.items() if key in done}
+
+
+def list_cases(route: Route, seeds: int, store: Store) -> list[Case]:
     """All sizes and seeds at the rate that was best on validation data."""
-    rate = choose_rate(route, rates, store.read())
-    return [Case(route, size, s, rate) for s in range(seeds) for size in SIZES]
+    rate = choose_rate(route, store.read())
+    return [Case(route, size, s, rate) for s in range(seeds) for size in route.sizes]
 
 
-def choose_rate(route: Route, rates: tuple[float, ...], done: dict[str, Any]) -> float:
+def choose_rate(route: Route, done: dict[str, Any]) -> float:
     """The best rate of those that were tried; 0 for routes without one."""
-    keys = {case.rate: case.key for case in list_trials(route, rates)}
-    tried = {rate: done[key]["validation"] for rate, key in keys.items() if key in done}
+    tried = read_trials(route, done) if route.tuned else {}
     return max(tried, key=lambda rate: tried[rate]) if tried else 0.0
 
 
@@ -119,14 +149,13 @@ def load_ground(task: str, root: Path | None, out: Path) -> Ground:
     """The problems of a task."""
     about = TASKS[task]
     network, heads = (load_problem(name, root) for name in (about.network, about.heads))
-    return Ground(network, heads, about.epochs, about.lift, out / "models")
+    return Ground(network, heads, about.epochs, about.lift, out / "models", about.model_seeds)
 
 
 def read_entries(task: str, out: Path) -> Entries:
     """Finished runs of the chosen rates; the trials of other rates are left out."""
     done = Store(out, f"routes_{task}").read()
-    rates = tuple(sorted({entry["rate"] for entry in done.values() if entry["rate"]}))
-    chosen = {route.name: choose_rate(route, rates, done) for route in list_routes()}
+    chosen = {route.name: choose_rate(route, done) for route in list_routes()}
     return [entry for entry in done.values() if entry["rate"] == chosen.get(entry["route"])]
 
 
@@ -143,7 +172,7 @@ def plot(task: str, options: Options) -> None:
         {name: found for name, found in points.items() if found},
         lighter={route.name for route in list_routes() if route.control},
         title=TASKS[task].title,
-        horizontal="seconds to answer a request",
+        horizontal="seconds of one core to answer a request",
         vertical="test accuracy (%)",
         files=[options.out / f"figure_routes_{task}.{kind}" for kind in ("png", "svg")],
     )

@@ -269,7 +269,7 @@ def find_scale(case: Case, problem: Problem, size: int) -> float:
     if case.noise_scale:
         return case.noise_scale
     arm = Arm("gradient-clipping", "printed", case.arm.epsilon, case.arm.table)
-    return measure_noise(make_recipe(arm, _table(problem), case.row or case.budget, size))
+    return measure_noise(make_recipe(arm, name_table(problem), case.row or case.budget, size))
 
 
 def describe(case: Case, problem: Problem, size: int, tuned: float, length: int) -> dict[str, Any]:
@@ -323,31 +323,31 @@ def _recipe(case: Case, problem: Problem, size: int) -> Any:
     if case.arm.method in ("retrain", "dp-sgd"):
         return None
     if case.arm.version == "initialisation":
-        return plan_recipe(case.arm, size, _measure_start(problem))
-    return make_recipe(case.arm, _table(problem), case.row or case.budget, size)
+        return plan_recipe(case.arm, size, measure_start(problem))
+    return make_recipe(case.arm, name_table(problem), case.row or case.budget, size)
 
 
 def _find_centre(case: Case, problem: Problem) -> Any:
     """The paper's zero, or the network's own initialisation under a public seed of this run."""
     if case.arm.version != "initialisation":
         return "zero"
-    return Initialisation(f"run {case.seed}", functools.partial(_build_afresh, problem))
+    return Initialisation(f"run {case.seed}", functools.partial(build_afresh, problem))
 
 
-def _build_afresh(problem: Problem) -> nn.Module:
+def build_afresh(problem: Problem) -> nn.Module:
     """As its own initialisation is drawn, from the global random state."""
     return problem.build(int(torch.randint(2**62, ()).item()))
 
 
 @functools.cache
-def _measure_start(problem: Problem) -> float:
+def measure_start(problem: Problem) -> float:
     """What noise may be left: a tenth of the smallest layer of any fresh start."""
-    found = expunge.find_scale(problem.build(0), Initialisation(0, lambda: _build_afresh(problem)))
+    found = expunge.find_scale(problem.build(0), Initialisation(0, lambda: build_afresh(problem)))
     assert found is not None
     return found
 
 
-def _table(problem: Problem) -> str:
+def name_table(problem: Problem) -> str:
     """Whose rows of the paper are followed; its tables know neither digits nor text."""
     return {"digits": "mnist", "debian": "transfer_cifar100"}.get(problem.name, problem.name)
 

@@ -6,7 +6,15 @@ from pathlib import Path
 import pytest
 
 import figure_routes
-from figure_routes import TASKS, claim_heads, claim_noisy, claim_shards, list_cases, list_trials
+from figure_routes import (
+    LADDER,
+    TASKS,
+    claim_heads,
+    claim_noisy,
+    claim_shards,
+    find_trial,
+    list_cases,
+)
 from routes import SIZES, Case, list_routes
 from runs import Store
 
@@ -35,15 +43,29 @@ def test_the_arms_are_those_of_the_issue() -> None:
     }  # fmt: skip
 
 
-def test_the_rate_is_the_best_on_validation_data(tmp_path: Path) -> None:
-    store, (retraining, *_) = Store(tmp_path, "routes_digits"), list_routes()
-    for case, validation in zip(list_trials(retraining, (0.1, 0.3)), (50.0, 60.0), strict=True):
-        store.add({"key": case.key, "validation": validation})
-    found = list_cases(retraining, (0.1, 0.3), 2, store)
-    assert {case.rate for case in found} == {0.3}
+def test_the_rate_is_the_best_on_validation_data_and_no_end_of_the_grid(tmp_path: Path) -> None:
+    store, routes = Store(tmp_path, "routes_digits"), list_routes()
+    retraining, clipping = routes[:2]
+
+    def find(rate: float) -> float:
+        return 100.0 - 10 * abs(LADDER.index(rate) - 6)  # best at 1
+
+    tried = []
+    while case := find_trial(retraining, (0.1, 0.3), store.read()):
+        tried.append(case.rate)
+        store.add({"key": case.key, "validation": find(case.rate)})
+    assert tried == [0.1, 0.3, 1.0, 3.0]
+    found = list_cases(retraining, 2, store)
+    assert {case.rate for case in found} == {1.0}
     assert [(case.seed, case.size) for case in found] == [(s, k) for s in (0, 1) for k in SIZES]
-    exact = next(route for route in list_routes() if route.kind == "statistics")
-    assert {case.rate for case in list_cases(exact, (0.1,), 1, store)} == {0.0}
+    exact = next(route for route in routes if route.kind == "statistics")
+    assert {case.rate for case in list_cases(exact, 1, store)} == {0.0}
+    assert find_trial(exact, (0.1,), store.read()) is None
+
+    control = next(route for route in routes if route.name == f"{clipping.name}, control")
+    assert find_trial(control, (0.1,), store.read()) is None
+    store.add({"key": Case(clipping, "tenth", 0, 0.1).key, "validation": 1.0})
+    assert [(c.size, c.rate) for c in list_cases(control, 1, store)] == [("tenth", 0.1)]
 
 
 def test_some_arms_run_once_and_are_drawn(tmp_path: Path) -> None:
@@ -66,7 +88,7 @@ def test_every_arm_answers_every_size(tmp_path: Path) -> None:
     done = run(tmp_path)
     keys = {entry["key"] for entry in done}
     for route in list_routes():
-        for size in SIZES:
+        for size in route.sizes:
             rates = {e["rate"] for e in done if (e["route"], e["size"]) == (route.name, size)}
             assert any(Case(route, size, 0, rate).key in keys for rate in rates)
     answered = [entry for entry in done if "test" in entry and entry["route"] != "retraining"]
