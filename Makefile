@@ -8,7 +8,7 @@ TESTS ?=
 .PHONY: demo test test-slow check bench auditor paper clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/.runtime  ## train, forget, certify and verify on data that ships with a dependency
+demo: $(VENV)/.runtime  ## every route, certified and verified, on data that ships with a dependency
 	@rm -rf runs/demo
 	$(BIN)/expunge demo --out runs/demo
 

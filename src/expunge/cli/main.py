@@ -216,9 +216,9 @@ def report(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Where to leave the run.")] = Path("runs/demo"),
+    out: Annotated[Path, typer.Option(help="Where to leave the releases.")] = Path("runs/demo"),
 ) -> None:
-    """Train, forget, certify and verify on embedded data: no download, under a minute."""
+    """Forget by every route on embedded data, and say which to take: under a minute."""
     from expunge.cli.demo import run_demo
 
     run_demo(out)
