@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -273,7 +275,25 @@ def audit(
 
 
 def main() -> None:
-    """Run the command line; every error raised on purpose is one sentence and an exit code."""
+    """Run the command line; a process of ``torchrun`` ends as soon as all is said.
+
+    Threads of its process group may outlive the group, and abort a process whose interpreter is
+    taken down around them: a finished run would look like a failed one.
+    """
+    try:
+        run()
+    except SystemExit as ended:
+        started = os.environ.get("WORLD_SIZE", "1") != "1" and "RANK" in os.environ
+        if not started or not isinstance(ended.code, int | None):
+            raise
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(ended.code or 0)
+
+
+def run() -> None:
+    """Every error raised on purpose is one sentence and an exit code."""
     try:
         app()
     except ExpungeError as error:
