@@ -70,7 +70,7 @@ Kind = Literal["retraining", "noisy", "statistics", "convex", "shards", "dp-sgd"
 Size = Literal["1", "50", "tenth"]
 SIZES: tuple[Size, ...] = ("1", "50", "tenth")
 EPSILON = 1.0
-RIDGE, DECAY = (1e-8, 1e-7, 1e-6, 1e-5, 1e-4), 1e-5
+DECAY = 1e-5
 SHARDS, SLICES = 8, 4
 PRIVATE_EPOCHS, CLIP, MOST_NOISE = 5, 0.5, 1e4
 PAPERS = ("gradient-clipping", "model-clipping", "output-perturbation")
@@ -157,13 +157,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Ground:
-    """What a task's routes run on: the network's problem, the heads', passes, the width, and the
-    models that must forget: run s has model s modulo their number."""
+    """What a task's routes run on: the network's problem, the heads', passes, the width, λ of
+    plain and lifted statistics, and the models that must forget: run s has model s modulo their
+    number."""
 
     network: Problem
     heads: Problem
     epochs: float
     lift: int
+    ridge: tuple[float, float]
     models: Path
     model_seeds: int
 
@@ -340,7 +342,8 @@ def _open(ground: Ground, route: Route, seed: int, state: Path) -> Any:
     classes = count_classes(ground.heads)
     match route.kind:
         case "statistics":
-            return StatisticsHead(features(), classes=classes, regularisation=RIDGE, state=state)
+            ridge = ground.ridge[route.lift]
+            return StatisticsHead(features(), classes=classes, regularisation=ridge, state=state)
         case "convex":
             return ConvexHead(features(), classes=classes, weight_decay=DECAY, state=state)
         case _:
