@@ -18,6 +18,7 @@ from arms import GAUSSIAN, RETRAIN, Arm
 from figure_budget import FULL, identify, read_entries
 from figure_epsilon import read_entries as read_sweep
 from figure_routes import TASKS as ROUTE_TASKS
+from figure_routes import tabulate_all as tabulate_routes
 from figure_routes import tabulate_claims as tabulate_route_claims
 from figure_transfer import PRIVATE
 from figure_transfer import REDUCED as TRANSFERRED
@@ -55,7 +56,7 @@ def list_blocks(out: Path) -> dict[Path, dict[str, str]]:
     blocks = {name: read_fragment(out / f"{name}.md") for name in FRAGMENTS}
     blocks |= {"claims": tabulate_claims(out), "sizes": tabulate_sizes(out)}
     blocks["head_claims"] = tabulate_head_claims(out)
-    blocks["route_claims"] = tabulate_route_claims(out)
+    blocks |= {"route_claims": tabulate_route_claims(out), "routes": tabulate_routes(out)}
     return {PAGE: blocks, COMPARISON: {"heads": summarise(out)}}
 
 

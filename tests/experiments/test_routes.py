@@ -9,9 +9,11 @@ import figure_routes
 from figure_routes import (
     LADDER,
     TASKS,
-    claim_heads,
+    claim_accuracy,
+    claim_controls,
     claim_noisy,
     claim_shards,
+    claim_time,
     find_trial,
     list_cases,
 )
@@ -100,21 +102,25 @@ def test_every_arm_answers_every_size(tmp_path: Path) -> None:
 def test_a_claim_that_fails_says_so() -> None:
     task = TASKS["debian"]
 
-    def make(name: str, tests: tuple[float, float], seconds: float) -> list[dict]:
+    def make(name: str, tests: tuple[float, float], seconds: float, size: str = "1") -> list[dict]:
+        about = {"route": name, "size": size, "seconds": seconds, "gradient_evaluations": seconds}
         return [
-            {"route": name, "size": "1", "seed": s, "test": test, "seconds": seconds}
-            for s, test in enumerate(tests)
+            about | {"seed": s, "test": test, "validation": test} for s, test in enumerate(tests)
         ]
 
-    base = make("retraining", (60.0, 61.0), 10.0)
-    good = base + make("exact statistics, plain", (62.0, 63.0), 0.1) + make("shards", (1, 2), 1.0)
-    poor = base + make("exact statistics, plain", (50.0, 51.0), 9.0) + make("shards", (1, 2), 9.0)
-    poor += make("gradient-clipping, initialisation", (50.0, 51.001), 9.0)
-    for entries, verdict in ((good, "holds"), (poor, "**fails**")):
-        rows = [
-            row
-            for claim in (claim_heads, claim_shards, claim_noisy)
-            for row in claim(task, entries, "1", 10.0)
-        ]
-        assert len(rows) >= 3
-        assert {row[-1] for row in rows} == {verdict}
+    base = make("retraining", (60.0, 61.0), 10.0) + make("retraining", (60.0, 61.0), 10.0, "tenth")
+    noisy = "gradient-clipping, initialisation"
+    low, high = (50.0, 51.001), (62.0, 63.001)
+
+    def list_verdicts(head: tuple, clipped: tuple, control: tuple, seconds: float) -> list[str]:
+        entries = base + make("exact statistics, plain", head, seconds, "tenth")
+        entries += make("shards", low, seconds * 10) + make(noisy, clipped, 9.0, "tenth")
+        entries += make(f"{noisy}, control", control, 9.0, "tenth")
+        claims = (claim_accuracy, claim_time, claim_shards, claim_noisy, claim_controls)
+        return [str(row[-1]) for claim in claims if (row := claim(task, entries))]
+
+    assert list_verdicts(high, high, (62.5, 62.6), 0.1) == ["holds"] * 5
+    failed = list_verdicts(low, low, (40.0, 40.9), 9.0)
+    assert [verdict[:9] for verdict in failed] == ["**fails**"] * 5
+    assert failed[1] == "**fails**: plain, tenth"
+    assert claim_accuracy(TASKS["mnist"], base) is None, "no public features there"
