@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 import expunge
-from expunge.jobs.directory import FILES
+from expunge.cli import demo as command_demo
+from expunge.jobs.directory import FILES, write_run
 
 # Title, folder of its release, epsilon, and whether a control stands beside it.
 ROUTES = {
@@ -141,6 +142,24 @@ def test_the_commands_that_it_names_work(demo: Shown) -> None:
         command = [sys.executable, "-m", "expunge", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_release_that_does_not_hold_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def spoil(folder: Path, **made: object) -> None:
+        with (write_run(folder, **made) / "model.safetensors").open("r+b") as weights:
+            weights.seek(-1, 2)
+            last = weights.read(1)[0]
+            weights.seek(-1, 2)
+            weights.write(bytes([last ^ 1]))
+
+    monkeypatch.setattr(command_demo, "write_run", spoil)
+    monkeypatch.setitem(command_demo.FULL, "epochs", 1)
+    with pytest.raises(expunge.VerificationError, match="weights"):
+        command_demo.run_demo(tmp_path / "run")
+    assert "yes" not in capsys.readouterr().out
 
 
 def test_it_overwrites_nothing(demo: Shown) -> None:

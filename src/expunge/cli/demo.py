@@ -210,7 +210,7 @@ def run_demo(out: str | Path) -> None:
     ):
         typer.echo(f"  {does:<21}{command}")
     _say(
-        "Your route: a head built to forget, if a public network makes your features "
+        "Your route: a head built to forget, where your features are public "
         f"({head}, epsilon = 0); else a restart from public weights ({restarted}); without those "
         f"retraining ({retrained}), in shards if requests will keep coming; and noisy fine-tuning "
         "only where nothing can be trained again."
@@ -305,4 +305,4 @@ def _print_row(title: str, found: Release, keeps: str) -> None:
 
 
 def _say(text: str) -> None:
-    typer.echo(textwrap.fill(text, WIDTH))
+    typer.echo(textwrap.fill(text, WIDTH, break_on_hyphens=False))
