@@ -29,7 +29,7 @@ from expunge.noisy.model import (
     list_uncertified,
     reset_statistics,
 )
-from expunge.noisy.run import describe_data
+from expunge.noisy.run import check_told, describe_data
 from expunge.processes.adapters import describe_adapter
 from expunge.processes.group import Processes
 from expunge.processes.weights import find_copied, hash_weights, list_tensors
@@ -130,8 +130,8 @@ def retrain(
     check_loss(options.get("loss_fn"))
     sets = read_sets(retain_loader, forget_ids, retain_ids)
     check_data(model, (retain_loader, options.get("augment"), options.get("prepare")))
-    seed = options.get("seed", 0)
-    with torch.inference_mode(False), torch.enable_grad(), seeded_random(seed, retain_loader):
+    seed, given = options.get("seed", 0), (retain_loader, options)
+    with torch.inference_mode(False), torch.enable_grad(), seeded_random(seed, given):
         before = hash_weights(list_tensors(model))
         certified = copy_model(model, public=public, buffers=buffers, device=device)
         if certified.public is not None:
@@ -142,6 +142,7 @@ def retrain(
         public_start = isinstance(initialise, PublicStart)
         held = hash_weights(certified.certified) if public_start else None
         if keeper is not None:
+            check_told(retain_loader, sets.retained)
             keeper.bind(
                 start=fresh,
                 forgotten=None if not sets.forgotten else commit(sets.forgotten, _NO_SALT).root,

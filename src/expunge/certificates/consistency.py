@@ -185,11 +185,22 @@ def _check_weights(record: RunRecord) -> list[str]:
         found.append("frozen and frozen_names must be given together")
     if (record.buffers == "none") != (len(record.buffer_names) == 0):
         found.append(f"buffers is {record.buffers!r} with {len(record.buffer_names)} buffers named")
-    unexplained = record.finetune is None and record.buffers != "reset"
-    noisy = not is_exact(record.recipe)
-    if unexplained and noisy and record.weights_noisy != record.weights_after:
-        found.append("the weights changed after the last noise, but no fine-tuning is recorded")
+    steps = 0 if record.finetune is None else record.finetune.steps
+    if record.weights_noisy != record.weights_after:
+        found += check_change(record.recipe, steps, record.buffers)
     return found
+
+
+def check_change(recipe: Recipe, steps: int, buffers: str) -> list[str]:
+    """A sentence if weights cannot have changed after the noise, or after the start of retraining,
+    by training of so many ``steps`` or by statistics that were estimated anew."""
+    if steps > 0:
+        return []
+    if isinstance(recipe, Retraining):
+        return ["the weights are not those of the start, but no step of training is recorded"]
+    if is_exact(recipe) or buffers == "reset":
+        return []
+    return ["the weights changed after the last noise, but no fine-tuning is recorded"]
 
 
 def check_origin(

@@ -27,6 +27,7 @@ from expunge.certificates.certificate import (
     parse,
 )
 from expunge.certificates.consistency import (
+    check_change,
     check_origin,
     check_shards,
     check_start,
@@ -198,6 +199,9 @@ def _check_derived(certificate: Certificate) -> list[str]:
     found += [*check_time(c.created), *check_start(recipe, c.start, c.weights.centre)]
     found += check_origin(recipe, c.weights.origin, c.weights.centre)
     found += _check_counts(c)
+    if c.weights.noisy != c.weights.after:
+        steps = 0 if c.finetune is None else c.finetune.steps
+        found += check_change(recipe, steps, c.buffers.policy)
     keys = count_keys(recipe) + c.resumed
     if c.schedule and c.noise.source == "system" and c.noise.keys != keys:
         found.append(f"noise.keys is {c.noise.keys} for a run resumed {c.resumed} times")

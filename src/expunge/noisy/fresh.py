@@ -10,6 +10,7 @@ What no test can see is code that hides old weights under as much noise of its o
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -166,8 +167,9 @@ def is_adapted(module: nn.Module) -> bool:
 
 def reset_adapters(module: Any) -> None:
     """As PEFT does when it makes them: A drawn, B = 0."""
+    few = len(inspect.signature(module.reset_lora_parameters).parameters) == 1
     for adapter in (*module.lora_A.keys(), *module.lora_embedding_A.keys()):
-        module.reset_lora_parameters(adapter, True)
+        module.reset_lora_parameters(adapter, *(() if few else (True,)))
 
 
 def _list_inner_first(
@@ -217,10 +219,11 @@ def find_fixed(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> tuple[st
     ('w',)
     """
     fixed = {name for name in one if _is_fixed(one[name], two[name])}
-    small = [n for n, t in one.items() if n not in fixed and FEW <= t.numel() < MANY]
-    pairs = [tuple(map(_standardise, _leave_constant(one[name], two[name]))) for name in small]
-    if pairs and _agree(*(torch.cat(side) for side in zip(*pairs, strict=True))):
-        fixed |= set(small)
+    for least in (FEW, 3):  # together they may have numbers enough to show a correlation
+        small = [n for n, t in one.items() if n not in fixed and least <= t.numel() < MANY]
+        pairs = [tuple(map(_standardise, _leave_constant(one[name], two[name]))) for name in small]
+        if pairs and _agree(*(torch.cat(side) for side in zip(*pairs, strict=True))):
+            fixed |= set(small)
     return tuple(name for name in one if name in fixed)
 
 
@@ -258,15 +261,16 @@ def _has_same_values(x: Tensor, y: Tensor) -> bool:
 
 
 def _standardise(tensor: Tensor) -> Tensor:
+    """Without its mean, and of squared length n - 1: as many numbers are free."""
     x = tensor.double().flatten()
     x = x - x.mean() if x.numel() else x
-    return x / x.square().mean().sqrt().clamp_min(1e-300) if x.numel() else x
+    return x * (math.sqrt(max(x.numel() - 1, 0)) / float(x.norm().clamp_min(1e-300)))
 
 
 def _agree(x: Tensor, y: Tensor) -> bool:
-    """Whether two draws are correlated: √(n-3) · artanh r of independent ones is hardly above 6,
-    once in 10^9 where n is large."""
-    n = x.numel()
+    """Whether two draws are correlated: √(n-3) · artanh r of independent ones, where n numbers are
+    free, is hardly above 6: once in 10^9 where n is large."""
+    n = round(max(float(x @ x), float(y @ y)))
     r = min(abs(float(x @ y)) / max(n, 1), 1 - 1e-15)
     return n >= FEW and math.sqrt(n - 3) * math.atanh(r) > 6
 

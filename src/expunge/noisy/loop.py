@@ -6,8 +6,8 @@ import copy
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -73,10 +73,9 @@ class Loop:
         vector, public tensors as they were given, statistics of the retained data."""
         self.team.begin(identity, self.noise)
         reset_statistics(self.certified)
-        self._held, self._loss = HeldState(self.certified), copy.deepcopy(self.loss_fn)
-        if getattr(self.loader, "persistent_workers", False):
-            vars(self.loader)["_iterator"] = None  # workers that live on drew their seeds before
-        with run_uncompiled(), seeded_random(self.team.derive_seed("data"), self.loader):
+        self._held = HeldState(self.certified)
+        with self._seeded("data"):
+            self._loss = copy.deepcopy(self.loss_fn)
             if not (checkpoint and checkpoint.resume and self._load(checkpoint.place, identity)):
                 self._start()
             self._take_steps(checkpoint, identity, on_step, progress and self.team.processes.leads)
@@ -84,12 +83,19 @@ class Loop:
 
     def estimate(self) -> None:
         """The statistics that were reset, on retained data: post-processing."""
-        with run_uncompiled(), seeded_random(self.team.derive_seed("statistics"), self.loader):
+        with self._seeded("statistics"):
             statistics = estimate_statistics(self.certified, self.loader, self.loss_fn)
         self._put_back()
         for name, tensor in list_uncertified(self.certified.model).items():
             if name in statistics:
                 tensor.copy_(statistics[name])
+
+    @contextmanager
+    def _seeded(self, purpose: str) -> Generator[None]:
+        """Whatever data and loss draw follows from the run's key, not from an earlier training."""
+        seed, held = self.team.derive_seed(purpose), (self.loader, self.loss_fn)
+        with run_uncompiled(), seeded_random(seed, held):
+            yield
 
     def _start(self) -> None:
         """x_0 = Π_{C0}(x̂) + N(0, σ0² I)."""

@@ -14,6 +14,7 @@ What lies outside the module, in global variables, classes and closures, is the 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -373,6 +374,11 @@ def _copy(model: nn.Module) -> nn.Module:
     held = [*copied.parameters(), *copied.buffers()]
     known = {id(t) for t in held} | {id(t.grad) for t in held}
     for value in memo.values():
+        if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+            raise UnlearningError(
+                "the model holds a random.Random, whose state an earlier training may have left; "
+                "draw from the global generators of torch, NumPy or Python"
+            )
         if isinstance(value, Tensor | np.ndarray) and id(value) not in known:
             shape = tuple(cast(Any, value).shape)
             raise UnlearningError(

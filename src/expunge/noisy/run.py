@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from expunge import recipes
 from expunge.accounting.precision import NoisyRecipe
@@ -41,7 +41,7 @@ from expunge.processes.adapters import describe_adapter
 from expunge.processes.group import Processes, find_processes
 from expunge.processes.weights import find_nonfinite, hash_weights, list_tensors, view_bytes
 from expunge.recipes import Execution
-from expunge.training.batches import count_samples, find_ids, find_tensors
+from expunge.training.batches import count_samples, find_ids, find_tensors, gives_all
 from expunge.training.losses import LossFunction, check_data, check_loss
 from expunge.training.randomness import untouched_random
 from expunge.training.train import read_retained
@@ -122,6 +122,8 @@ def unlearn(
             f"checkpoint {checkpoint.path} exists already; say Checkpoint(..., resume=True) or "
             "give another path"
         )
+    if checkpoint is not None:
+        check_told(retain_loader, retained)
     processes = find_processes(distributed)
     with torch.inference_mode(False), torch.enable_grad(), untouched_random():
         certified = copy_model(
@@ -189,6 +191,33 @@ def unlearn(
     return Run(certified.model, processes.share(record), names)
 
 
+def check_told(loader: object, ids: Sequence[str] | None) -> None:
+    """Refuse data that a checkpoint could not tell from others, such as those of another request.
+
+    >>> check_told(iter([torch.zeros(2)]), None)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: retain_ids is None; it must be given with a checkpoint, for ...
+    """
+    listed = isinstance(loader, list | tuple) or not isinstance(loader, Iterable)
+    if ids is None and not ((listed or gives_all(loader)) and _find_bytes(loader)):
+        raise InputError.of(
+            "retain_ids",
+            None,
+            "given with a checkpoint, for data that are not all tensors in memory: it must not be "
+            "taken for one of other data",
+        )
+
+
+def _find_bytes(loader: object) -> list[Tensor]:
+    """The tensors in memory that a loader reads."""
+    held: list[object] = [getattr(loader, name, None) for name in ("inputs", "targets")]
+    held += getattr(getattr(loader, "dataset", None), "tensors", ())
+    if isinstance(loader, list | tuple):
+        held += cast(Sequence[object], loader)
+    return find_tensors(held)
+
+
 def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
     """What tells the retained data of a run from others without reading them all twice.
 
@@ -199,12 +228,8 @@ def describe_data(loader: Iterable[Any]) -> dict[str, Any]:
     """
     length = len(cast(Any, loader)) if hasattr(loader, "__len__") else None
     size = getattr(loader, "batch_size", None)
-    held: list[object] = [getattr(loader, name, None) for name in ("inputs", "targets")]
-    held += getattr(getattr(loader, "dataset", None), "tensors", ())
-    if isinstance(loader, list | tuple):
-        held += cast(Sequence[object], loader)
     digest = hashlib.sha256()
-    for tensor in find_tensors(held):
+    for tensor in _find_bytes(loader):
         digest.update(str((tensor.shape, tensor.dtype)).encode())
         digest.update(view_bytes(tensor))
     return {

@@ -12,7 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+)
 
 from expunge.errors import InputError, UnlearningError
 from expunge.training.randomness import capture_random, restore_random
@@ -195,6 +201,23 @@ def count_samples(data: object) -> int | None:
         return sum(map(count_examples, cast(Sequence[Any], data)))
     held = getattr(data, "inputs", getattr(data, "dataset", None))
     return len(cast(Any, held)) if hasattr(held, "__len__") else None
+
+
+def gives_all(loader: object) -> bool:
+    """Whether a loader gives each sample that it holds once, and nothing of its own decides.
+
+    >>> rows = torch.utils.data.TensorDataset(torch.zeros(3, 1))
+    >>> [gives_all(DataLoader(rows, sampler=sampler)) for sampler in (None, [2, 0])]
+    [True, False]
+    """
+    if type(loader) is not DataLoader or cast(Any, loader).batch_size is None:
+        return type(loader) is Batches
+    given = cast(Any, loader)
+    sampler, whole = given.sampler, not isinstance(given.dataset, IterableDataset)
+    if type(sampler) is RandomSampler:
+        whole = whole and not sampler.replacement and sampler.num_samples == len(given.dataset)
+    kinds = (SequentialSampler, RandomSampler)
+    return whole and type(sampler) in kinds and sampler.data_source is given.dataset
 
 
 def find_ids(data: object) -> Any:

@@ -13,10 +13,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from expunge.errors import InputError
-from expunge.training.batches import Batches, move_batch
+from expunge.training.batches import Batches, gives_all, move_batch
 from expunge.training.evaluation import in_eval_mode
 
 _ALONE = "the only module that sees the model's input, and the first"
@@ -99,23 +99,22 @@ def _find(model: nn.Module, name: str) -> nn.Module:
 def _in_order(loader: Iterable[Any]) -> Iterable[Any]:
     """The same samples one by one, each once."""
     match loader:
-        case Batches() if loader.augment is None:
+        case Batches() if gives_all(loader) and loader.augment is None:
             size = loader.batch_size
             return Batches(loader.inputs, loader.targets, batch_size=size, prepare=loader.prepare)
-        case DataLoader() if loader.batch_size is not None and not isinstance(
-            cast(Any, loader).dataset, IterableDataset
-        ):
+        case DataLoader() if gives_all(loader):
             given = cast(Any, loader)
             return DataLoader(
                 given.dataset,
                 batch_size=given.batch_size,
                 collate_fn=given.collate_fn,
                 num_workers=given.num_workers,
+                worker_init_fn=given.worker_init_fn,
             )
         case _:
             raise InputError(
-                "features needs samples in memory or a DataLoader of a data set with positions, "
-                "without augment"
+                "features needs samples in memory or a DataLoader that gives every sample of its "
+                "data set (no sampler or loop of its own), without augment"
             )
 
 

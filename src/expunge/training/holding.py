@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LIMIT = 200_000
+LIMIT, LONG = 200_000, 1000
 _PLAIN = (str, bytes, int, float, complex, type(None), ModuleType, CodeType, torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
@@ -26,29 +26,36 @@ _CONTAINERS = (list, tuple, set, frozenset, deque)
 def find_held(thing: object) -> Iterator[object]:
     """``thing`` and what it holds, the nearest first, each once; ``LIMIT`` objects at most.
 
+    The items of containers with more than ``LONG`` come last: samples hide nothing beside them.
+
     >>> def outer(x):
     ...     return lambda y: [x, y]
     >>> [item for item in find_held({"key": [outer(torch.ones(2))]}) if isinstance(item, Tensor)]
     [tensor([1., 1.])]
     """
-    seen, waiting = dict[int, object](), deque([thing])
-    while waiting and len(seen) < LIMIT:
-        item = waiting.popleft()
+    seen, waiting, last = dict[int, object](), deque([thing]), deque[object]()
+    while (waiting or last) and len(seen) < LIMIT:
+        item = (waiting or last).popleft()
         if isinstance(item, _PLAIN) or id(item) in seen:
             continue
         seen[id(item)] = item  # held here, so that its id stays its own
         yield item
         if not isinstance(item, Tensor | np.ndarray):
+            items = list(_list_items(item))
+            (last if len(items) > LONG else waiting).extend(items)
             waiting.extend(_list_parts(item))
 
 
-def _list_parts(item: object) -> Iterator[object]:
+def _list_items(item: object) -> Iterator[object]:
     if isinstance(item, dict):
         yield from dict.keys(cast(dict[object, object], item))
         yield from dict.values(cast(dict[object, object], item))
     for kind in _CONTAINERS:  # by their own hand: to look runs no code of a subclass
         if isinstance(item, kind):
             yield from kind.__iter__(cast(Any, item))
+
+
+def _list_parts(item: object) -> Iterator[object]:
     if type(item) in (dict, *_CONTAINERS):
         return
     match item:

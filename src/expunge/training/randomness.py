@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from expunge.errors import UnlearningError
 from expunge.training.holding import find_held
@@ -118,11 +119,19 @@ def find_generators(loader: object) -> list[RandomSource]:
     >>> len(find_generators(torch.utils.data.DataLoader([1], generator=torch.Generator())))
     1
     """
-    return [
-        item
-        for item in find_held(loader)
-        if isinstance(item, RandomSource) and not isinstance(item, random.SystemRandom)
-    ]
+    return _choose_generators(find_held(loader))
+
+
+def _choose_generators(held: Iterable[object]) -> list[RandomSource]:
+    found = (item for item in held if isinstance(item, RandomSource))
+    return [item for item in found if not isinstance(item, random.SystemRandom)]
+
+
+def _dismiss_workers(held: Iterable[object]) -> None:
+    """Workers that live on have the data and the seeds of an earlier run."""
+    for item in held:
+        if isinstance(item, DataLoader) and cast(Any, item).persistent_workers:
+            vars(cast(Any, item))["_iterator"] = None
 
 
 def _swap_state(source: RandomSource, state: Any) -> Any:
@@ -150,7 +159,7 @@ def _swap_state(source: RandomSource, state: Any) -> Any:
 @contextmanager
 def seeded_random(seed: int, loader: object = None) -> Generator[None]:
     """Inside, the global state and the loader's own generators follow from ``seed`` alone, each
-    by a stream of its own.
+    by a stream of its own, and its workers are new ones.
 
     >>> with seeded_random(3):
     ...     first = torch.rand(1), np.random.rand(), random.random()
@@ -160,14 +169,17 @@ def seeded_random(seed: int, loader: object = None) -> Generator[None]:
     """
     with untouched_random():
         seed_random(seed)
-        held = [
+        held = list(find_held(loader))
+        _dismiss_workers(held)
+        states = [
             (source, _swap_state(source, derive_seed(f"generator {number} of {seed}")))
-            for number, source in enumerate(find_generators(loader))
+            for number, source in enumerate(_choose_generators(held))
         ]
         try:
             yield
         finally:
-            for source, state in reversed(held):
+            _dismiss_workers(held)
+            for source, state in reversed(states):
                 _swap_state(source, state)
 
 

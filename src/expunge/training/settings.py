@@ -110,7 +110,7 @@ class Settings:
         self, data: InMemory | Iterable[Any], generator: torch.Generator | None = None
     ) -> Iterable[Any]:
         """Batches of data in memory, in the order of ``generator`` or the seed; a loader itself."""
-        if isinstance(data, Batches) or not isinstance(data, InMemory):
+        if isinstance(data, Iterable) or not isinstance(data, InMemory):  # pyright: ignore[reportUnnecessaryIsInstance]
             if self.augment is not None or self.prepare is not None:
                 raise InputError("augment and prepare are for samples in memory; data is a loader")
             return data

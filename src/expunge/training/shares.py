@@ -108,9 +108,7 @@ class Shares:
             counted = ((batch, count_examples(batch)) for batch in self.loader)
             return (Share(batch, count, count) for batch, count in counted)
         loader = cast(Any, self.loader)
-        by_place = isinstance(loader, DataLoader) and not isinstance(
-            loader.dataset, IterableDataset
-        )
+        by_place = type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
         if by_place and isinstance(loader.batch_sampler, BatchSampler):
             return self._read_own(loader)
         return (split_batch(batch, rank, size) for batch in self.loader)

@@ -298,7 +298,7 @@ def fine_tune(
         raise InputError(f"run is a {type(run).__name__}; it must be the run that unlearn returned")
     check_loss(options.get("loss_fn"))
     tuning = begin_fine_tuning(run, data, ids, forget_ids, processes)
-    with seeded_random(options.get("seed", 0), data):
+    with seeded_random(options.get("seed", 0), (data, options)):
         log = train(
             tuning.model,
             data,
