@@ -4,6 +4,7 @@
 method                 version               what
 =====================  ====================  =====================================================
 retrain                own                   the network's own initialisation
+retrain                initialisation        the one that the arms around it are pulled towards
 retrain                gaussian              N(0, s² I), s what remains of gradient clipping's noise
 output-perturbation    printed               the paper's row as it stands
 gradient-clipping      printed               (its true ε is beside its results)

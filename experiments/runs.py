@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import expunge
-from arms import DELTA, GAUSSIAN, Arm, find_epsilon, make_recipe, measure_noise, plan_recipe
+from arms import DELTA, Arm, find_epsilon, make_recipe, measure_noise, plan_recipe
 from expunge import (
     Batches,
     Initialisation,
@@ -41,6 +41,8 @@ from expunge import (
     unlearn,
     verify,
 )
+from expunge.noisy.centre import find_centre
+from expunge.noisy.model import copy_model
 from problems import Problem, load_model
 
 RESULTS = Path(__file__).parent / "results"
@@ -65,7 +67,7 @@ class Case:
     def key(self) -> str:
         """One line that names it.
 
-        >>> Case(GAUSSIAN, 4, 0, 0.06).key
+        >>> Case(Arm("retrain", "gaussian"), 4, 0, 0.06).key
         'retrain, gaussian | budget 4 | seed 0 | rate 0.06'
         """
         parts = [self.arm.name, f"budget {self.budget:g}", f"seed {self.seed}"]
@@ -233,6 +235,10 @@ def make_start(
         return private(model_seed)
     if case.arm.method == "retrain":
         net = problem.build(1_000 + case.seed)
+        if case.arm.version == "initialisation":
+            centre = find_centre(copy_model(net), _find_centre(case, problem)).tensors
+            assert centre is not None
+            net.load_state_dict(centre)
         if case.arm.version == "gaussian":
             scale = find_scale(case, problem, size)
             generator = torch.Generator().manual_seed(2_000 + case.seed)
@@ -285,7 +291,7 @@ def describe(case: Case, problem: Problem, size: int, tuned: float, length: int)
     if recipe is not None:
         told["recipe"] = {k: v for k, v in asdict(recipe).items() if v is not None}
         told["true_epsilon"] = round(find_epsilon(recipe), 4)
-    elif case.arm == GAUSSIAN or case.arm.version == "gaussian":
+    elif case.arm.version == "gaussian":
         told["scale"] = find_scale(case, problem, size)
     return told | {"commit": find_commit()}
 
