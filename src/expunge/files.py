@@ -149,6 +149,23 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, for ``json.loads(…, object_pairs_hook=…)``: a key that it has twice would mean
+    one thing here and another elsewhere.
+
+    >>> refuse_twice([("person", "anna"), ("person", "bert")])
+    Traceback (most recent call last):
+    ...
+    ValueError: an object has the key 'person' twice; each key may stand once
+    """
+    found = dict[str, Any]()
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"an object has the key {key!r} twice; each key may stand once")
+        found[key] = value
+    return found
+
+
 def to_plain(value: Any) -> Any:
     """Dataclasses as dictionaries; infinities and NaN, which JSON does not have, as None.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from expunge.accounting.planning import Plan
     from expunge.jobs.pilot import Pilot
     from expunge.jobs.preview import Preview
-    from expunge.jobs.routes import Setting
+    from expunge.jobs.routes import Cost, Setting
     from expunge.recipes import Guarantee, Recipe
 
 ComparedTo = Annotated[str, typer.Option(help="retrained or centre.")]
@@ -30,11 +30,14 @@ def print_preview(found: Preview) -> None:
     """The plan if there is one, the recipe and its certificate, and what it will cost."""
     import torch
 
+    from expunge.jobs.timing import tell_load
+
     settled = found.settled
     if found.why is not None:
         _echo(f"route: {found.route}. {found.why}\n")
     if found.route == "state":
-        _echo(f"  {found.forget:,} examples are forgotten; epsilon = 0.")
+        took = "" if found.seconds is None else f", in about {found.seconds:,.2f} s here"
+        _echo(f"  {found.forget:,} examples are forgotten{took}; epsilon = 0.")
         _echo(f"  It would write {found.directory}; this was a dry run and wrote nothing.")
         return
     how = "calibrated to the target" if settled.calibrated else "as given"
@@ -61,10 +64,12 @@ def print_preview(found: Preview) -> None:
             f"{found.finetune_gradient_evaluations:,}"
         )
     print(
-        f"  {seen[:1].upper()}{seen[1:]}: about {found.seconds or 0:,.1f} s here "
-        f"({threads} thread{'' if threads == 1 else 's'}).\n"
-        f"  It would write {found.directory}; this was a dry run and wrote nothing."
+        f"  {seen[:1].upper()}{seen[1:]}: about {found.seconds or 0:,.1f} s here on idle cores "
+        f"({threads} thread{'' if threads == 1 else 's'}), measured with the job's own steps."
     )
+    if (load := tell_load()) is not None:
+        _echo(f"  {load}")
+    print(f"  It would write {found.directory}; this was a dry run and wrote nothing.")
 
 
 COMPARISONS = {
@@ -200,19 +205,32 @@ def print_routes(found: Setting) -> None:
     for route in found.routes:
         _echo(f"  {route.name}: {route.guarantee}; keeps {route.keeps}")
         _echo(f"    a request costs {route.costs}; it asks for {route.asks_for}")
+        if route.seconds is not None and route.of_retraining is not None:
+            takes = "trains for" if route.name == "shards" else "takes"
+            _echo(
+                f"    here a request of one person {takes} about {route.seconds:,.2f} s, "
+                f"{route.of_retraining:.3f} × learning all anew"
+            )
+    if found.assumption is not None:
+        _echo(found.assumption)
     if found.costs:
-        counts = sorted({cost.people for cost in found.costs})
-        rows: dict[tuple[int, int], list[str]] = {}
-        for cost in found.costs:
-            rows.setdefault((cost.shards, cost.slices), []).append(f"{cost.part:.3f}")
-        names = ("shards", "slices", *("1 person" if n == 1 else f"{n:,} people" for n in counts))
-        shown = [(str(S), str(R), *parts) for (S, R), parts in rows.items()]
-        print_table(names, shown, left=0, title="part of all training that a request repeats")
+        title = "part of all training that a request repeats"
+        _print_costs(found.costs, title, lambda cost: f"{cost.part:.3f}")
+        _print_costs(found.costs, "seconds of it, here", lambda cost: f"{cost.seconds:,.2f}")
         if found.pilot is not None:
             _print_pilot(found.pilot)
     elif found.routes:
         _echo("A head that was trained otherwise is learned anew, once, from the data that remain.")
     typer.echo(f"next: {found.next}")
+
+
+def _print_costs(costs: Sequence[Cost], title: str, show: Callable[[Cost], str]) -> None:
+    """One row for each number of shards and slices, one column for each number of people."""
+    counts, rows = sorted({cost.people for cost in costs}), dict[tuple[int, int], list[str]]()
+    for cost in costs:
+        rows.setdefault((cost.shards, cost.slices), []).append(show(cost))
+    names = ("shards", "slices", *("1 person" if n == 1 else f"{n:,} people" for n in counts))
+    print_table(names, [(str(S), str(R), *r) for (S, R), r in rows.items()], left=0, title=title)
 
 
 def _print_pilot(found: Pilot) -> None:
@@ -250,7 +268,10 @@ def _print_measured(found: Setting, plan: Plan) -> None:
     print_table(names, rows, left=2, pad_edge=False)
     for route in found.routes:
         _echo(f"  {route.name}: keeps {route.keeps}; asks for {route.asks_for}")
-    _echo(f"\n{found.assumption} Seconds are measured here, with evaluation.")
+    _echo(
+        f"\n{found.assumption} Seconds are measured here, with evaluation; those of shards are a "
+        "part of the training's, those of a head are timed on random numbers."
+    )
     _echo(plan.advice)
     for note in plan.notes:
         _echo(note)

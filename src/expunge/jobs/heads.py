@@ -119,8 +119,8 @@ def _make_learner(
         return make_shards(made, made.job, state, there, progress), None
     if workers is not None:
         raise InputError.of("--workers", workers, "left out without --ray")
-    network = _build_network(made, made.job)
-    return _make_head(made, made.job, network, state, progress), network
+    network = build_network(made, made.job)
+    return make_head(made, made.job, network, state, progress), network
 
 
 def _learn(learner: Learner, train: Any, ids: list[str], pool: Pool | None) -> int:
@@ -129,7 +129,7 @@ def _learn(learner: Learner, train: Any, ids: list[str], pool: Pool | None) -> i
     return learner.learn(train, ids)
 
 
-def _build_network(made: HeadJobFile, job: HeadJob) -> nn.Module | None:
+def build_network(made: HeadJobFile, job: HeadJob) -> nn.Module | None:
     """The public network with its weights, on its device, in eval mode."""
     model = job.model
     if model.build is None:
@@ -144,7 +144,7 @@ def _build_network(made: HeadJobFile, job: HeadJob) -> nn.Module | None:
     return network.eval()
 
 
-def _make_head(
+def make_head(
     made: HeadJobFile, job: HeadJob, network: nn.Module | None, state: Path, progress: bool
 ) -> Head:
     given: dict[str, Any] = job.features.model_dump(exclude={"tangent", "parameters"})

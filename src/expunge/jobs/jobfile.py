@@ -341,10 +341,25 @@ def _check_route(tables: Mapping[str, Any], given: Mapping[str, Any]) -> Iterato
     if route != "state" and "finetune" not in given:
         said = f"[finetune] is missing; {route} trains with its epochs and learning_rate"
         yield ("method", "name"), said
+    yield from _refuse_centre(job, route)
     known = "centre" in tables or "centre" not in given
     if route == "restart" and known and find_public_weights(job) is None:
         said = "centre.weights is missing; a restart begins from public weights"
         yield ("method", "name"), said
+
+
+def _refuse_centre(job: Job, route: str) -> Iterator[Mistake]:
+    """What stands in ``[centre]`` and has no effect without noise."""
+    hints = {"kind": "", "seed": "; the public seed of its start is method.seed"}
+    if route == "retraining":
+        hints["weights"] = "; name = 'restart' begins from them"
+    for key, hint in hints.items():
+        value = None if job.centre is None else getattr(job.centre, key)
+        if value is not None:
+            said = (
+                f"centre.{key} is {value!r}; it must be left out with {route}, which has no noise"
+            )
+            yield ("centre", key), f"{said}{hint}"
 
 
 def _check_parameters(name: str, own: Mapping[str, Any]) -> Iterator[Mistake]:

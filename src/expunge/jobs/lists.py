@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from expunge.certificates import identifiers
 from expunge.errors import InputError
+from expunge.files import refuse_twice
 
 TABLES = (".csv", ".parquet")
 DELIMITERS = (",", ";", "\t")
@@ -43,7 +44,8 @@ def read_ids(path: str | Path, column: str | None = None) -> list[str]:
 
 def _read_json(file: Path, column: str | None) -> list[str]:
     """A list of texts and whole numbers, or of objects that have one of these in ``column``."""
-    given: object = json.loads(file.read_text(encoding="utf-8-sig"))
+    text = file.read_text(encoding="utf-8-sig")
+    given: object = json.loads(text, object_pairs_hook=refuse_twice)
     if not isinstance(given, list):
         raise InputError.of(str(file), f"a JSON {type(given).__name__}", "a list of identifiers")
     found = list[str]()

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from expunge.accounting.guarantee import guarantee_to_dict
+from expunge.jobs.costs import time_state
 from expunge.jobs.directory import check_output
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.methods import RouteName, Settled, choose_route, explain_route, settle
 from expunge.jobs.prepare import Prepared, prepare
 from expunge.jobs.states import read_request
-from expunge.jobs.timing import Times, time_evaluation, time_noise, time_training
+from expunge.jobs.timing import (
+    Times,
+    time_ending,
+    time_evaluation,
+    time_noise,
+    time_training,
+    warm_up,
+)
 from expunge.jobs.training import tell_why
 from expunge.recipes import OutputPerturbation, Retraining
 
@@ -23,7 +32,8 @@ from expunge.recipes import OutputPerturbation, Retraining
 class Preview:
     """``retain`` and ``forget`` count samples; ``gradient_evaluations`` examples in the noisy
     steps, ``finetune_…`` in the training after them, which of retraining is all of it; ``seconds``
-    is an estimate from running its own steps here. ``why`` says why a plan takes its ``route``."""
+    is an estimate of the whole run on idle cores, from running its own steps here. ``why`` says why
+    a plan takes its ``route``."""
 
     directory: Path
     route: RouteName
@@ -60,10 +70,12 @@ def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
     if choose_route(job) == "state":
         return _preview_state(made, target)
     with importing_from(made.folder):
+        began = time.perf_counter()
         ready = prepare(made)
+        preparing = time.perf_counter() - began
         check_output(target, False, ready.needed_bytes)
         with explaining("a step cannot be timed"):
-            times = time_job(made, ready)
+            times = time_job(made, ready, preparing)
     kept, recipe = len(ready.splits.retain), ready.settled.recipe
     batch = min(job.method.batch_size, kept)
     steps = 0 if isinstance(recipe, OutputPerturbation | Retraining) else recipe.steps
@@ -85,20 +97,24 @@ def preview_job(path: str | Path, *, out: str | Path | None = None) -> Preview:
     )
 
 
-def time_job(made: JobFile, ready: Prepared) -> Times:
-    """Seconds of the parts of a job as it stands."""
+def time_job(made: JobFile, ready: Prepared, preparing: float) -> Times:
+    """Seconds of the parts of a job as it stands, of which ``preparing`` is known."""
     recipe, table = ready.settled.recipe, made.job.finetune
+    once = preparing + warm_up(made, ready, table) + time_ending(ready)
     return Times(
         noise=None if isinstance(recipe, Retraining) else time_noise(made, ready, recipe),
-        training=None if table is None else time_training(ready, table),
+        training=None if table is None else time_training(made, ready, table),
         evaluation=time_evaluation(made, ready),
+        once=once,
     )
 
 
 def _preview_state(made: JobFile, target: Path) -> Preview:
-    """A request to a state: who is held, and nothing to time."""
+    """A request to a state: who is held, and how long it takes."""
     with importing_from(made.folder):
         request = read_request(made)
+        with explaining("a request cannot be timed"):
+            seconds = time_state(request)
     return Preview(
         directory=target,
         route="state",
@@ -112,5 +128,5 @@ def _preview_state(made: JobFile, target: Path) -> Preview:
         steps=0,
         gradient_evaluations=0,
         finetune_gradient_evaluations=0,
-        seconds=None,
+        seconds=seconds,
     )

@@ -12,6 +12,8 @@ from typing import Any, cast
 from expunge.accounting.planning import Plan, plan
 from expunge.accounting.precision import NoisyRecipe
 from expunge.errors import InputError
+from expunge.forgettable.memory import Targets
+from expunge.jobs.costs import time_head, time_head_job, time_shards_job, time_state
 from expunge.jobs.data import open_data
 from expunge.jobs.jobfile import HeadJobFile, JobFile, find_method, read_head_job, read_job
 from expunge.jobs.loading import explaining, importing_from, load_function
@@ -19,8 +21,9 @@ from expunge.jobs.methods import NOISE_KEYS, choose_route, find_public_weights
 from expunge.jobs.pilot import Pilot, run_pilot
 from expunge.jobs.prepare import Prepared, prepare
 from expunge.jobs.shards import SIZES, expect_work
-from expunge.jobs.tables import EXACT, HEADS, FinetuneTable, Job, ShardsJob
-from expunge.jobs.timing import Times, time_evaluation, time_noise, time_training
+from expunge.jobs.states import read_request
+from expunge.jobs.tables import EXACT, HEADS, FinetuneTable, HeadJob, Job, ShardsJob
+from expunge.jobs.timing import Times, time_evaluation, time_noise, time_training, warm_up
 from expunge.jobs.training import tell_why
 
 
@@ -45,12 +48,14 @@ class Route:
 
 @dataclass(frozen=True)
 class Cost:
-    """The part of the ensemble's own training that forgetting some people costs on average."""
+    """The part of the ensemble's own training that forgetting some people costs on average, and
+    its seconds here."""
 
     shards: int
     slices: int
     people: int
     part: float
+    seconds: float
 
 
 ROUTES = (
@@ -80,6 +85,7 @@ SHARDS = Route(
 )
 
 
+EIGHT = (8, 4)
 RETRAINING = Route(
     "retraining", "(0, 0)", "nothing of the old model", "a full training", "nothing but the data"
 )
@@ -121,8 +127,8 @@ class Setting:
 
 
 def read_setting(path: str | Path, pilot: bool = False, **target: Any) -> Setting:
-    """A head's job has the routes of heads; another has retraining and noisy methods, measured,
-    and those of heads if it freezes a public backbone.
+    """A head's job has the routes of heads; another has retraining and noisy methods, and those of
+    heads if it freezes a public backbone; all are measured.
 
     With ``pilot`` a job of shards is tried on the examples of its ``data.pilot``. ``target`` are
     options of :func:`expunge.plan` in place of the job's own.
@@ -133,7 +139,7 @@ def read_setting(path: str | Path, pilot: bool = False, **target: Any) -> Settin
         if isinstance(made.job, ShardsJob):
             return _read_shards(made, made.job, then, pilot)
         _refuse_pilot(pilot, made.job.method.name)
-        return Setting(None, ROUTES, then, network=made.job.model.build is not None)
+        return _read_head(made, made.job, then)
     made = read_job(path)
     _refuse_pilot(pilot, made.job.method.name)
     return plan_job(made, **target)
@@ -151,7 +157,8 @@ def plan_job(made: JobFile, **target: Any) -> Setting:
 def _measure_routes(made: JobFile, ready: Prepared, target: Mapping[str, Any]) -> Setting:
     job, kept = made.job, len(ready.splits.retain)
     table, assumption = _assume_training(job)
-    training, evaluation = time_training(ready, table), time_evaluation(made, ready)
+    warm_up(made, ready, table)
+    training, evaluation = time_training(made, ready, table), time_evaluation(made, ready)
     given = dict[str, Any](
         epsilon=job.target.epsilon,
         delta=job.target.delta,
@@ -167,7 +174,9 @@ def _measure_routes(made: JobFile, ready: Prepared, target: Mapping[str, Any]) -
     if find_public_weights(job) is not None:
         routes.insert(0, replace(routes[0], **_tell(RESTART)))
     tuning = 0 if job.finetune is None else math.ceil(job.finetune.epochs * kept)
-    tuned = None if job.finetune is None else time_training(ready, job.finetune)
+    tuned = None if job.finetune is None else training
+    if job.finetune not in (None, table):
+        tuned = time_training(made, ready, job.finetune)
     each = time_noise(made, ready, _take(found, "gradient-clipping"))
     for candidate in found.candidates:
         if candidate.method == "retraining":
@@ -190,10 +199,12 @@ def _measure_routes(made: JobFile, ready: Prepared, target: Mapping[str, Any]) -
             )
         )
     if job.model.state is not None:
-        routes.insert(0, STATE)
+        routes.insert(0, replace(STATE, seconds=time_state(read_request(made))))
     elif ready.frozen:
-        routes += ROUTES
-    routes.append(SHARDS)
+        routes += _measure_heads(ready)
+    part = expect_work(*EIGHT, ready.splits.forget.count_people())
+    routes.append(replace(SHARDS, costs=f"{SHARDS.costs}, of 8 shards in 4 slices",
+                          epochs=part * table.epochs, seconds=part * training))  # fmt: skip
     routes = [r if r.seconds is None else replace(r, of_retraining=r.seconds / whole)
               for r in routes]  # fmt: skip
     return Setting(
@@ -205,6 +216,18 @@ def _measure_routes(made: JobFile, ready: Prepared, target: Mapping[str, Any]) -
         assumption=assumption,
         plan=found,
     )
+
+
+def _measure_heads(ready: Prepared) -> list[Route]:
+    """Heads in place of the trained layer, on as many examples as are kept."""
+    trained = [p for p in ready.model.parameters() if p.requires_grad and p.ndim == 2]
+    if not trained:
+        return list(ROUTES)
+    (outputs, _), width, kept = trained[-1].shape, trained[0].shape[1], len(ready.splits.retain)
+    targets = Targets(outputs if outputs > 1 else None, outputs)
+    found = [time_head(route.name, {}, targets, width, kept) for route in ROUTES]
+    return [replace(route, seconds=None if one is None else one.request)
+            for route, one in zip(ROUTES, found, strict=True)]  # fmt: skip
 
 
 def _tell(route: Route) -> dict[str, str]:
@@ -245,21 +268,56 @@ def _refuse_pilot(pilot: bool, method: str) -> None:
         raise InputError(f"--pilot measures shards, and this is a job of {method}; leave it out")
 
 
+def _load(made: HeadJobFile) -> tuple[Any, list[str]]:
+    with explaining("data.load failed"):
+        loaded = load_function("data.load", made.job.data.load, made.folder)()
+    return open_data(loaded)[:2]
+
+
+def _read_head(made: HeadJobFile, job: HeadJob, then: str) -> Setting:
+    """The routes of heads; the job's own is measured, beside learning everything anew."""
+    with importing_from(made.folder):
+        train, ids = _load(made)
+        with explaining("a request cannot be timed"):
+            found = time_head_job(made, job, train, len(ids))
+    routes, told = ROUTES, None
+    if found is not None:
+        share = {"seconds": found.request, "of_retraining": found.request / found.anew}
+        routes = tuple(replace(r, **share) if r.name == job.method.name else r for r in ROUTES)
+        told = (
+            "Measured here: the network on a few random rows, and a head of that width, which "
+            f"forgets one. Learning all {len(ids):,} examples anew takes about {found.anew:,.2f} s."
+        )
+    network = job.model.build is not None
+    return Setting(None, routes, then, network=network, route=job.method.name, assumption=told)
+
+
 def _read_shards(made: HeadJobFile, job: ShardsJob, then: str, pilot: bool) -> Setting:
     """What requests cost, for a few sizes and the job's own; with ``pilot``, in accuracy too."""
-    sizes = tuple(dict.fromkeys([(job.method.shards, job.method.slices), *SIZES]))
+    own = (job.method.shards, job.method.slices)
+    sizes = tuple(dict.fromkeys([own, *SIZES]))
     with importing_from(made.folder):
-        with explaining("data.load failed"):
-            ids = open_data(load_function("data.load", job.data.load, made.folder)())[1]
+        train, ids = _load(made)
+        with explaining("a step cannot be timed"):
+            whole = time_shards_job(made, job, train, ids)
         tried = run_pilot(made, job, ids, sizes, progress=True) if pilot else None
-    return Setting(None, (SHARDS,), then, list_costs(sizes, len(set(ids))), pilot=tried)
-
-
-def list_costs(sizes: Iterable[tuple[int, int]], people: int) -> tuple[Cost, ...]:
-    """One, ten and a hundred people and a tenth of all."""
-    asked = [count for count in (1, 10, 100) if count < people] + [max(people // 10, 1)]
-    return tuple(
-        Cost(S, R, count, expect_work(S, R, count))
-        for S, R in sizes
-        for count in sorted(set(asked))
+    part = expect_work(*own, 1)
+    route = replace(SHARDS, seconds=part * whole, of_retraining=part)
+    told = (
+        f"All training takes about {whole:,.1f} s here, measured with the job's own steps on "
+        "random rows and one thread; one network trained again on all examples takes as many steps."
     )
+    costs = list_costs(sizes, len(set(ids)), whole)
+    return Setting(None, (route,), then, costs, pilot=tried, route="shards", assumption=told)
+
+
+def list_costs(sizes: Iterable[tuple[int, int]], people: int, whole: float) -> tuple[Cost, ...]:
+    """One, ten and a hundred people and a tenth of all; all training takes ``whole`` seconds.
+
+    >>> [(cost.people, round(cost.part, 3), cost.seconds) for cost in list_costs([(4, 1)], 30, 8.0)]
+    [(1, 0.25, 2.0), (3, 0.578, 4.625), (10, 0.944, 7.549491882324219)]
+    """
+    asked = [count for count in (1, 10, 100) if count < people] + [max(people // 10, 1)]
+    parts = [(S, R, count, expect_work(S, R, count)) for S, R in sizes
+             for count in sorted(set(asked))]  # fmt: skip
+    return tuple(Cost(S, R, count, part, part * whole) for S, R, count, part in parts)
