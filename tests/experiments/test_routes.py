@@ -87,7 +87,7 @@ def test_some_arms_run_once_and_are_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_arm_answers_every_size(tmp_path: Path) -> None:
-    done = run(tmp_path)
+    done = run(tmp_path, "--full")
     keys = {entry["key"] for entry in done}
     for route in list_routes():
         for size in route.sizes:
