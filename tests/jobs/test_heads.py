@@ -388,6 +388,8 @@ def test_the_routes_of_a_job(copy: Path, tmp_path: Path) -> None:
     words = ("plan", "--epsilon", "1", "--delta", "1e-5", "--job")
     head = succeed(*words, copy / "job.toml")
     assert [route["name"] for route in head["routes"]] == ["statistics-head", "convex-head"]
+    assert 0 < head["routes"][0]["of_retraining"] < 1
+    assert "Learning all" in head["assumption"]
     shown = call(*words, copy / "job.toml").stdout
     assert "statistics-head: (0, 0); keeps all that the retained data say" in shown
     assert "next: expunge learn" in shown
@@ -402,7 +404,9 @@ def test_the_routes_of_a_job(copy: Path, tmp_path: Path) -> None:
     save_file(trained, tmp_path / "frozen/weights.safetensors")
     found = succeed(*words, frozen)
     assert found["parameters"] == 21
-    assert {"statistics-head", "convex-head"} < {route["name"] for route in found["routes"]}
+    routes = {route["name"]: route for route in found["routes"]}
+    assert routes["statistics-head"]["seconds"] > 0
+    assert routes["convex-head"]["of_retraining"] > 0
     assert "expunge init DIR --head" in call(*words, frozen).stdout
 
 

@@ -64,6 +64,7 @@ def test_a_json_list(tmp_path: Path, text: str, column: str | None, found: list[
         ("[true]", "item 0 of .* is True; it must be"),
         ("[1.5]", "item 0 of .* is 1.5; it must be"),
         ('[{"name": "anna"}]', "item 0 of .*; it must be a text or a whole number in 'person'"),
+        ('[{"person": "anna", "person": "bo"}]', "cannot be read: .* the key 'person' twice"),
         ("[]", "names no identifier"),
         ("anna\nbo\n", "cannot be read: Expecting value"),
         ("[" * 100_000, "cannot be read"),

@@ -17,6 +17,7 @@ from expunge.jobs.jobfile import read_job
 from expunge.jobs.methods import choose_route
 from expunge.jobs.preview import preview_job
 from expunge.jobs.ranks import _check_sizes
+from expunge.jobs.routes import plan_job
 from expunge.jobs.run import run_job
 from expunge.processes.group import Processes
 from expunge.reports.page import write_report
@@ -206,7 +207,12 @@ def test_a_state_answers_a_planned_job(tmp_path: Path) -> None:
     assert call("learn", tmp_path / "head/job.toml", "--out", tmp_path / "state").returncode == 0
     job = write_route(tmp_path / "job", "plan", model={"state": "../state"})
     (tmp_path / "job/forget.txt").write_text("p3\n")
-    assert preview_job(job).route == "state"
+    found = preview_job(job)
+    assert (found.route, found.forget) == ("state", 2)
+    assert found.seconds is not None
+    planned = plan_job(read_job(job)).routes[0]
+    assert planned.name == "state"
+    assert planned.of_retraining is not None
     done = run_job(job)
     assert done.certificate.epsilon == 0
     assert done.certificate.statistics is not None
@@ -225,6 +231,16 @@ def test_a_state_answers_a_planned_job(tmp_path: Path) -> None:
         ({"method": {"name": "restart"}}, "centre.weights is missing; a restart begins from"),
         ({"method": {"name": "plan", "scale": 0.1}}, "method.scale is for a noisy method"),
         ({"model": {"state": "nowhere"}}, "model.state is 'nowhere'"),
+        (
+            {"centre": {"kind": "zero"}},
+            "centre.kind is 'zero'; it must be left out with retraining, which has no noise",
+        ),
+        ({"centre": {"seed": "a"}}, "no noise; the public seed of its start is method.seed"),
+        ({"centre": {"weights": "weights.safetensors"}}, "name = 'restart' begins from them"),
+        (
+            {"method": {"name": "plan"}, "centre": {"kind": "initialisation", "seed": 3}},
+            "has 2 mistakes",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, changes: dict, sentence: str) -> None:
@@ -278,6 +294,8 @@ def test_every_route_has_its_cost_beside_retraining(tmp_path: Path) -> None:
     assert (found["route"], found["next"]) == ("retraining", f"expunge unlearn {job}")
     assert found["epsilon"] == 1.0
     assert {"guarantee", "keeps", "asks_for", "costs"} <= routes["shards"].keys()
+    assert routes["shards"]["seconds"] > 0
+    assert routes["shards"]["epochs"] < 2
     shown = call("plan", "--job", job).stdout
     assert "[finetune]: 2 epochs" in shown
     assert f"next: expunge unlearn {job}" in " ".join(shown.split())

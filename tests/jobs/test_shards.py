@@ -308,7 +308,11 @@ def test_what_a_request_costs(copy: Path) -> None:
     found = succeed(*words)
     assert {(c["shards"], c["slices"]) for c in found["costs"]} >= {(2, 2), (4, 1), (8, 4)}
     assert {c["people"] for c in found["costs"]} == {1, 3, 10}
-    assert "part of all training that a request repeats" in call(*words).stdout
+    whole = {round(c["seconds"] / c["part"], 6) for c in found["costs"]}
+    assert len(whole) == 1, "seconds are parts of one training"
+    shown = call(*words).stdout
+    assert "part of all training that a request repeats" in shown
+    assert "here a request of one person trains for about" in " ".join(shown.split())
 
 
 def test_a_pilot_measures_the_price_on_people_who_are_never_learned(tmp_path: Path) -> None:
