@@ -438,3 +438,25 @@ def test_a_job_that_answers_from_a_state_is_not_looked_up_in_its_data(tmp_path: 
         with pytest.raises(expunge.InputError, match="register the state instead of the job"):
             ledger.register("net", job)
         assert ledger.models() == ()
+
+
+def test_whom_a_job_held_is_not_unwritten_for_a_moment(net: expunge.Ledger, tmp_path: Path) -> None:
+    drop_first(tmp_path / "job")
+    net.request("p0")
+    with sqlite3.connect(net.url.database) as raw:
+        ((marks,),) = raw.execute("SELECT marks FROM known").fetchall()
+    raw.close()
+    write(net, "UPDATE known SET marks = substr(marks, 1, 16)")
+    (done,) = net.work()
+    assert "known: net is not what the events tell" in (done.failed or "")
+    write(net, "UPDATE known SET marks = ?", marks)
+    assert list_states(net) == {1: "open"}
+    net.verify()
+
+
+def test_the_check_of_a_job_says_nothing_false(net: expunge.Ledger) -> None:
+    """Its data still have who was forgotten; its releases do not."""
+    net.request("p0")
+    net.work()
+    with pytest.raises(expunge.InputError, match="a job keeps the forgotten out"):
+        net.check("net")

@@ -501,3 +501,50 @@ def test_bytes_that_are_no_request_over_a_real_connection(life: Life, tmp_path: 
         assert ask(f"{server.url}/api/me", life.tokens["operator"])[0] == 200
         assert life.ledger.anchor() == before
     assert "person-2" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    "given", [0, 1769817600, 1769817600.0, "1769817600", "2026-01-31T00:00:00+14:00", "20260131",
+              "2026-W05-1", "2026-01-31 ", True, "2026-02-30"],
+)  # fmt: skip
+def test_a_day_is_written_in_one_way(life: Life, given: object) -> None:
+    """Seconds since 1970 were a day of UTC, whatever day it was where the letter came."""
+    before = len(life.ledger.requests())
+    for name in ("received", "due"):
+        answer = life.ask("operator", "POST", "/requests", {"person": "person-1", name: given})
+        assert answer.status_code == 422, answer.text
+    assert len(life.ledger.requests()) == before
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"person": "person-1", "person": "person-2"}', 422),
+        (b'\xef\xbb\xbf{"person": "person-1", "person": "person-2"}', 422),
+        (b'{"person": "person-1", "\\u0070erson": "person-2"}', 422),
+        ('{"person": "person-1"}'.encode("utf-16"), 400),
+        ('{"person": "person-1"}'.encode("utf-32-le"), 400),
+        (b'{"person": "\xff"}', 400),
+        (b"[" * 20_000, 400),
+    ],
+)
+def test_a_body_that_can_be_read_in_two_ways(life: Life, body: bytes, status: int) -> None:
+    """Of two people in one body the first was lost, with the answer that all is well."""
+    before = len(life.ledger.requests())
+    headers = {"Authorization": f"Bearer {life.tokens['operator']}"}
+    headers["Content-Type"] = "application/json"
+    answer = life.client.post("/api/requests", content=body, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert len(life.ledger.requests()) == before
+
+
+def test_a_token_for_one_model_cannot_ask_who_asks_another(life: Life) -> None:
+    """The list, chosen by another model, told which requests that is asked too."""
+    life.file("operator", "person-1")
+    life.file("operator", "person-2", model="search")
+    found = {
+        model: life.ask("auditor-search", "GET", f"/requests?model={model}").json()["total"]
+        for model in ("search", "shop", "none")
+    }
+    assert found["search"] >= 2
+    assert (found["shop"], found["none"]) == (0, 0)

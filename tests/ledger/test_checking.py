@@ -57,7 +57,7 @@ def test_who_comes_back_on_purpose_may_stay(
     small.work()
     learn_again(state, "person-3")
     assert small.check("shop").returned == (1,)
-    with pytest.raises(expunge.InputError, match="one by which shop forgot somebody"):
+    with pytest.raises(expunge.InputError, match="the last one by which shop forgot somebody"):
         small.readmit(7, "shop")
     small.readmit(1, "shop")
     assert small.check("shop").returned == ()

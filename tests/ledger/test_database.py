@@ -38,8 +38,11 @@ def test_a_ledger_of_the_first_version_is_brought_up(url: str, state: Path, tmp_
         row = {"id": 1, "ledger": "a" * 64, "events": 0, "head": START}
         connection.execute(insert(BOOK).values(**row, check=secret.tag("check", "a" * 64)))
         append(connection, "created", ledger="a" * 64)
+        # what this version writes needs a column that the first did not have
+        connection.execute(text("ALTER TABLE models ADD COLUMN retired VARCHAR(32)"))
         register_model(connection, "shop", state)
         file_request(connection, secret, "person-1")
+        connection.execute(text("ALTER TABLE models DROP COLUMN retired"))
     engine.dispose()
     with pytest.raises(expunge.InputError, match="is of version 0001; expunge ledger init"):
         expunge.Ledger(url, key=key)

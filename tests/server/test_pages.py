@@ -240,3 +240,21 @@ def test_outside_of_this_machine_the_cookie_needs_tls(life: Life) -> None:
     assert client.post("/sign-in", data=fields, headers=plain).status_code == 403
     own = {"Origin": "https://ledger.example.org"}
     assert client.post("/sign-in", data=fields, headers=own).status_code == 200
+
+
+def test_a_retired_model_is_shown_and_not_asked(life: Life) -> None:
+    life.ledger.retire("search", "switched off")
+    officer = Browser(life, "operator")
+    page = officer.get("/models/search").text
+    assert "Retired" in page
+    assert "Work on open requests now" not in page
+    assert "retired" in officer.get("/models").text
+    assert "<option>search" not in officer.get("/requests/new").text
+    shown = {one["name"]: one["retired"] for one in life.ask("auditor", "GET", "/models").json()}
+    assert shown["shop"] is None
+    assert shown["search"] is not None
+    assert life.ask("operator", "GET", "/me").json()["models"] == ["shop"]
+    assert life.ask("operator", "POST", "/models/search/work").status_code == 409
+    sent = {"person": "person-1", "model": "search"}
+    assert life.ask("operator", "POST", "/requests", sent).status_code == 422
+    assert life.ask("requester-search", "POST", "/requests", {"person": "x"}).status_code == 422

@@ -151,6 +151,19 @@ def work(
 
 
 @app.command()
+def retire(
+    model: Annotated[str, typer.Argument(help="A registered model.")],
+    withdrawn: Annotated[str, typer.Option(help="Why nobody uses it any more; kept as a hash.")],
+    ledger: Url = None,
+    key: KeyFile = None,
+) -> None:
+    """Ask a model no more, for good, because it was withdrawn: say why."""
+    with open_ledger(ledger, key) as opened:
+        numbers = opened.retire(model, withdrawn)
+    typer.echo(f"{model} is retired; {len(numbers)} requests waited for it")
+
+
+@app.command()
 def check(
     state: Annotated[str, typer.Argument(help="A state, a copy of one, or a model's name.")],
     ledger: Url = None,
@@ -322,4 +335,9 @@ def _print(done: Done) -> None:
 
 def _read(person: str) -> str:
     """The identifier, not on the command line where other users may see it."""
-    return typer.get_text_stream("stdin").readline().rstrip("\r\n") if person == "-" else person
+    if person != "-":
+        return person
+    lines = typer.get_text_stream("stdin").read(10_000).splitlines()
+    if len(lines) != 1:
+        raise InputError(f"the input has {len(lines)} lines; it must be one identifier")
+    return lines[0]

@@ -55,6 +55,9 @@ class Anchor:
     head: str
 
 
+NOWHERE = Anchor("", 0, START)
+
+
 def hash_event(previous: str, number: int, at: str, kind: str, body: Mapping[str, Any]) -> str:
     """The hash of an event, by the one before.
 
@@ -90,15 +93,38 @@ def list_events(
 ) -> tuple[Event, ...]:
     """Events in order, from the one ``after`` a number on."""
     chosen = select(EVENTS).where(EVENTS.c.number > after).order_by(EVENTS.c.number).limit(most)
-    return tuple(
-        Event(row.number, row.at, row.kind, json.loads(row.body), row.hash, row.seal)
-        for row in connection.execute(chosen)
+    return tuple(map(_read, connection.execute(chosen)))
+
+
+def list_own(connection: Connection, request: int, *, after: int = 0) -> tuple[Event, ...]:
+    """Events about one request: the database leaves out what cannot be, in the JSON of bodies."""
+    text = EVENTS.c.body
+    fits = text.like(f'%"request":{request}%') | text.like(f'%"{request}":[%')
+    fits |= text.like(f'%"requests":[%{request}%')
+    chosen = select(EVENTS).where(EVENTS.c.number > after, fits).order_by(EVENTS.c.number)
+    found = map(_read, connection.execute(chosen))
+    return tuple(event for event in found if event.concerns(request))
+
+
+def _read(row: Any) -> Event:
+    return Event(row.number, row.at, row.kind, json.loads(row.body), row.hash, row.seal)
+
+
+def is_genuine(connection: Connection, event: Event) -> bool:
+    """Whether an event is as it was sealed, wherever the others are."""
+    key: Key = connection.get_execution_options()["key"]
+    before = select(EVENTS.c.hash).where(EVENTS.c.number == event.number - 1)
+    previous = connection.execute(before).scalar_one_or_none() or START
+    return not find_breaks(
+        [event], Anchor("", event.number, event.hash), key, Anchor("", event.number - 1, previous)
     )
 
 
-def find_breaks(events: Iterable[Event], end: Anchor, key: Key) -> list[str]:
-    """Where the chain is broken, if anywhere; the first break of it is named."""
-    previous, count = START, 0
+def find_breaks(
+    events: Iterable[Event], end: Anchor, key: Key, start: Anchor = NOWHERE
+) -> list[str]:
+    """Where the chain from ``start`` on is broken, if anywhere; the first break is named."""
+    previous, count = start.head, start.events
     for event in events:
         count += 1
         if event.number != count:

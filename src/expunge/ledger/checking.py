@@ -17,11 +17,13 @@ from expunge.ledger.fulfilment import (
     begin_replay,
     finish_begun,
     list_forgotten,
+    read_finished,
 )
 from expunge.ledger.holding import find_standing
 from expunge.ledger.leases import Worker, holding_model
 from expunge.ledger.models import find_model, identify
 from expunge.ledger.schema import MODELS, WORK
+from expunge.ledger.telling import check_tables
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Checked:
 def check_state(worker: Worker, state: str | Path) -> Checked:
     """Compare who is held in a state, or a copy of it, with everybody the model ever forgot.
 
-    ``state`` is a folder, the file of a registered job, or the name of a model.
+    ``state`` is a folder, or the name of a model.
     """
     with reading(worker.engine) as connection:
         rows = {row.name: row for row in connection.execute(select(MODELS))}
@@ -52,7 +54,10 @@ def check_state(worker: Worker, state: str | Path) -> Checked:
     if not known:
         raise InputError.of("state", str(state), "of a registered model, or a copy of one")
     model = known[0]
-    forgotten = list_forgotten(worker, model)
+    if model.kind == "job":
+        raise InputError.of("state", str(state), "one with a state: a job keeps the forgotten out")
+    with reading(worker.engine) as connection:
+        forgotten = list_forgotten(read_finished(connection, worker.key, model))
     held = find_standing(model.kind, path, sorted(forgotten)).held if forgotten else frozenset()
     numbers = sorted({number for name in held for _, number in forgotten[name]})
     return Checked(model.name, path, len(forgotten), tuple(numbers))
@@ -63,6 +68,8 @@ def replay(worker: Worker, name: str) -> Done:
     with holding_model(worker, name) as model:
         if model.kind == "job":
             raise InputError.of("model", name, "one with a state: a job keeps the forgotten out")
+        if model.retired is not None:
+            raise InputError.of("model", name, f"another: it was retired on {model.retired[:10]}")
         found = check_state(worker, model.path)
         if found.returned:
             with writing(worker.engine) as connection:
@@ -87,18 +94,18 @@ def readmit(worker: Worker, number: int, model: str) -> None:
     Only of somebody who is back: else a backup could bring them back later, and nobody would ask.
     """
     with reading(worker.engine) as connection:
+        check_tables(connection, worker.key, worker.book)
         row = find_model(connection, model)
-        forgot = list_forgotten(worker, row) if row.kind == "state" else {}
-    names = [name for name, pairs in forgot.items() if any(n == number for _, n in pairs)]
-    if names and not find_standing("state", Path(row.path), names).held:
+        forgotten = list_forgotten(read_finished(connection, worker.key, row))
+    last = {name: pairs[-1][1] for name, pairs in forgotten.items()}
+    names = [name for name, request in last.items() if request == number]
+    if row.kind == "job" or not names:
+        raise InputError.of("request", number, f"the last one by which {model} forgot somebody")
+    if not find_standing("state", Path(row.path), names).held:
         raise InputError.of("request", number, f"of somebody who is in {model} again")
     with writing(worker.engine) as connection:
-        row = find_model(connection, model)
         chosen = (WORK.c.request == number) & (WORK.c.model == row.id)
-        found = connection.execute(select(WORK).where(chosen)).one_or_none()
-        if row.kind == "job" or found is None or found.release is None:
-            raise InputError.of("request", number, f"one by which {model} forgot somebody")
-        if found.readmitted is None:
+        if connection.execute(select(WORK.c.readmitted).where(chosen)).scalar_one() is None:
             append(connection, "readmitted", request=number, model=model)
             now = read_now().isoformat()
             connection.execute(update(WORK).where(chosen).values(readmitted=now))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import calendar
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from typing import Literal
@@ -59,10 +61,10 @@ def read_date(field: str, given: date | str | None, default: date) -> date:
         case date():
             return given
         case _:
-            try:
-                return date.fromisoformat(given)
-            except ValueError:
-                raise InputError.of(field, given, "a date such as 2026-01-31") from None
+            with suppress(ValueError):
+                if re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", given):
+                    return date.fromisoformat(given)
+            raise InputError.of(field, given, "a date such as 2026-01-31")
 
 
 def read_now() -> datetime:

@@ -6,6 +6,7 @@ Every transaction that writes begins by locking: ``BEGIN IMMEDIATE`` on SQLite, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError, NoSuchModuleError
 
 from expunge.errors import CertificateError, InputError, RunError
 from expunge.ledger.schema import BOOK, VERSION
@@ -49,13 +50,15 @@ def find_file(url: URL) -> Path | None:
 
 def connect(url: URL) -> Engine:
     """The engine; what it reports never shows the values of a statement."""
+    file = find_file(url)
     try:
-        if find_file(url) is None:
+        if file is None:
             return create_engine(url, hide_parameters=True, pool_pre_ping=True)
         engine = create_engine(url, hide_parameters=True, connect_args={"timeout": WAIT})
     except NoSuchModuleError:
         raise InputError.of("ledger", url.render_as_string(), _VALID) from None
     event.listen(engine, "connect", _prepare)
+    event.listen(engine, "checkout", functools.partial(_check_file, file))
     event.listen(engine, "begin", _begin)
     return engine
 
@@ -66,6 +69,17 @@ def _prepare(connection: Any, record: object) -> None:
     for setting in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON"):
         connection.execute(f"PRAGMA {setting}")
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _check_file(file: Path, connection: Any, record: Any, proxy: object) -> None:
+    """A file that was put in place of another is opened anew: what is written into one that was
+    moved or deleted is lost."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        raise RunError(f"the ledger {file} is gone; nothing changed") from None
+    if record.info.setdefault("file", (found.st_dev, found.st_ino)) != (found.st_dev, found.st_ino):
+        raise DisconnectionError
 
 
 def _begin(connection: Connection) -> None:

@@ -64,9 +64,8 @@ def write_anchor(directory: Path, anchor: Anchor) -> None:
     write_atomic(directory / ANCHOR, json.dumps(asdict(anchor), sort_keys=True).encode())
 
 
-def read_anchor(directory: Path) -> Anchor | None:
-    """The anchor beside a release, if there is one."""
-    path = directory / ANCHOR
+def read_anchor(path: Path) -> Anchor | None:
+    """The anchor in a file, if there is one."""
     if not path.is_file():
         return None
     try:

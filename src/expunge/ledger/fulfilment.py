@@ -13,6 +13,7 @@ the same release or finds it complete; it answers nothing twice, because both wr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,12 +37,14 @@ from expunge.ledger.clocks import read_now
 from expunge.ledger.database import reading, writing
 from expunge.ledger.evidence import check_release, hash_file, is_written, write_anchor
 from expunge.ledger.holding import Standing, find_similar, find_standing
-from expunge.ledger.known import hash_weights, mark_person, note_known, read_known
+from expunge.ledger.known import Known, hash_weights, mark_person, note_known, read_known
 from expunge.ledger.leases import Worker, check_mine, hold, is_held, let_go, renew, renewing
 from expunge.ledger.models import find_model, identify
-from expunge.ledger.requests import ALREADY, FORGOTTEN, HELD_IN_NONE, NOT_HELD, open_person
-from expunge.ledger.running import Earlier, release_again, run_again
-from expunge.ledger.schema import NAMED, RELEASES, REQUESTS, WORK
+from expunge.ledger.names import Key
+from expunge.ledger.requests import ALREADY, FORGOTTEN, NOT_HELD, WITHDRAWN, conclude, open_person
+from expunge.ledger.running import Finished, release_again, run_again
+from expunge.ledger.schema import MODELS, NAMED, RELEASES, REQUESTS, WORK
+from expunge.ledger.telling import check_tables
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ class Batching:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise InputError.of(name, value, "a whole number >= 1")
+        if type(self.days) is not int or not 0 <= self.days <= 36_500:
+            raise InputError.of("days", self.days, "a whole number from 0 to 36,500")
 
 
 def work(
@@ -88,7 +93,12 @@ def work(
     """
     found = list[Done]()
     for name in names:
-        if _take(worker, name, batching):
+        try:
+            taken = _take(worker, name, batching)
+        except VerificationError as error:  # nothing is written about tables that were bent
+            found.append(Done(name, failed=str(error)))
+            continue
+        if taken:
             tell(name, "taken")
             with renewing(worker, name):
                 try:
@@ -102,6 +112,15 @@ def work(
 
 def _take(worker: Worker, name: str, batching: Batching) -> bool:
     """Hold the model and make its requests running; False if there is nothing to do."""
+    with reading(worker.engine) as connection:
+        model = find_model(connection, name)
+        if model.retired is not None:
+            raise InputError.of("model", name, f"another: it was retired on {model.retired[:10]}")
+        owed = select(WORK.c.request).where(WORK.c.model == model.id)
+        owed = owed.where(WORK.c.state.in_(("open", "running")))
+        if not connection.execute(owed).first() and not _find_begun(connection, model.id):
+            return False
+        check_tables(connection, worker.key, worker.book)
     with writing(worker.engine) as connection:
         model = find_model(connection, name)
         if is_held(worker, model):
@@ -123,6 +142,7 @@ def _take(worker: Worker, name: str, batching: Batching) -> bool:
             if not waiting or (len(waiting) < batching.least and not urgent):
                 return False
             taken = sorted(row.request for row in waiting[: batching.most])
+            check_tables(connection, worker.key, worker.book, taken)
             for start in range(0, len(taken), 500):
                 part = taken[start : start + 500]
                 connection.execute(
@@ -143,10 +163,12 @@ def _take(worker: Worker, name: str, batching: Batching) -> bool:
 def finish_begun(worker: Worker, model: Any) -> Done | None:
     """Complete the release that has begun, if there is one."""
     with reading(worker.engine) as connection:
+        check_tables(connection, worker.key, worker.book)
         begun = _find_begun(connection, model.id)
+        finished = read_finished(connection, worker.key, model)
     if begun is None:
         return None
-    return _forget(worker, model, begun, Done(model.name), lambda stage: None)
+    return _forget(worker, model, begun, finished, Done(model.name), lambda stage: None)
 
 
 def _find_begun(connection: Connection, model: int) -> Any:
@@ -155,23 +177,50 @@ def _find_begun(connection: Connection, model: int) -> Any:
 
 
 def _finish(worker: Worker, name: str, tell: Callable[[str], None]) -> Done:
-    """From requests that are running to answers."""
+    """From requests that are running to answers; all that these rely on is read at once, and is
+    what the events tell."""
     with reading(worker.engine) as connection:
+        check_tables(connection, worker.key, worker.book)
         model = find_model(connection, name)
         begun = _find_begun(connection, model.id)
+        people = _read_running(connection, worker.key, model)
+        finished = read_finished(connection, worker.key, model)
+        known = read_known(connection, model.id)
     if begun is not None:
-        return _forget(worker, model, begun, Done(name), tell)
+        return _forget(worker, model, begun, finished, Done(name), tell)
     _check_identity(model)
-    people = _read_running(worker, model)
     tell("looking")
     standing = find_standing(model.kind, Path(model.path), sorted(set(people.values())))
     if model.kind == "job":
         with writing(worker.engine) as connection:
             note_known(connection, model, standing.everybody)
-    check_returned(worker, model, set(people.values()))
-    earlier = _find_earlier(worker, model, people, standing)
-    done, begun = _sort(worker, model, people, standing, earlier)
-    return done if begun is None else _forget(worker, model, begun, done, tell)
+    check_returned(model, finished, set(people.values()))
+    already, batch, absent, unproven = _sort(model, people, standing, finished)
+    doubted = _doubt(
+        worker.key, model, standing, {number: people[number] for number in absent}, known
+    )
+    unproven |= doubted
+    absent = [number for number in absent if number not in doubted]
+    with writing(worker.engine) as connection:
+        check_mine(connection, worker, model.id)
+        check_tables(connection, worker.key, worker.book, people)
+        if already or absent:
+            told = {str(n): [ALREADY, release.number] for n, release in already.items()}
+            told |= {str(n): [NOT_HELD, None] for n in absent}
+            append(connection, "settled", model=model.name, outcomes=told)
+        for number, release in already.items():
+            _settle(connection, model.id, [number], ALREADY, release.id)
+        _settle(connection, model.id, absent, NOT_HELD, None)
+        begun = begin(connection, model, batch) if batch else None
+        if unproven:
+            _open_again(connection, model, sorted(unproven), "VerificationError")
+        answer_complete(connection, [*already, *absent])
+    said = tuple(f"request {number} stays open: {why}" for number, why in unproven.items())
+    numbers = tuple(number for number in sorted(people) if number not in unproven)
+    done = Done(model.name, numbers, 0, len(already), len(absent), said=said)
+    if begun is None:
+        return done
+    return _forget(worker, model, begun, finished, done, tell)
 
 
 def _check_identity(model: Any) -> None:
@@ -182,53 +231,57 @@ def _check_identity(model: Any) -> None:
         )
 
 
-def _read_running(worker: Worker, model: Any) -> dict[int, str]:
+def _read_running(connection: Connection, key: Key, model: Any) -> dict[int, str]:
     """{request: identifier} of all that are running on a model."""
-    with reading(worker.engine) as connection:
-        rows = connection.execute(
-            select(REQUESTS)
-            .join(WORK, WORK.c.request == REQUESTS.c.number)
-            .where(WORK.c.model == model.id, WORK.c.state == "running")
-        )
-        return {row.number: open_person(row, worker.key) for row in rows}
+    rows = connection.execute(
+        select(REQUESTS)
+        .join(WORK, WORK.c.request == REQUESTS.c.number)
+        .where(WORK.c.model == model.id, WORK.c.state == "running")
+    )
+    return {row.number: open_person(row, key) for row in rows}
 
 
-def read_named(worker: Worker, release: int) -> dict[int, str]:
+def read_named(connection: Connection, key: Key, release: int) -> dict[int, str]:
     """{request: identifier} of all whom a release names."""
-    with reading(worker.engine) as connection:
-        chosen = select(REQUESTS).join(NAMED, NAMED.c.request == REQUESTS.c.number)
-        rows = connection.execute(chosen.where(NAMED.c.release == release))
-        return {row.number: open_person(row, worker.key) for row in rows}
+    chosen = select(REQUESTS).join(NAMED, NAMED.c.request == REQUESTS.c.number)
+    rows = connection.execute(chosen.where(NAMED.c.release == release))
+    return {row.number: open_person(row, key) for row in rows}
 
 
-def list_forgotten(worker: Worker, model: Any) -> dict[str, list[tuple[int, int]]]:
-    """{identifier: (release, request), …} of everybody a release of the model ever named."""
-    found = dict[str, list[tuple[int, int]]]()
-    with reading(worker.engine) as connection:
-        chosen = (
-            select(REQUESTS, RELEASES.c.id.label("release"), WORK.c.readmitted)
-            .join(NAMED, NAMED.c.request == REQUESTS.c.number)
-            .join(RELEASES, RELEASES.c.id == NAMED.c.release)
-            .join(WORK, (WORK.c.request == REQUESTS.c.number) & (WORK.c.model == RELEASES.c.model))
-            .where(RELEASES.c.model == model.id, RELEASES.c.state == "finished")
-            .order_by(RELEASES.c.number)
+def read_finished(connection: Connection, key: Key, model: Any) -> list[Finished]:
+    """The finished releases of a model, oldest first, with whom they name."""
+    chosen = select(RELEASES).where(RELEASES.c.model == model.id, RELEASES.c.state == "finished")
+    back = select(WORK.c.request).where(WORK.c.model == model.id, WORK.c.readmitted.is_not(None))
+    readmitted = frozenset(connection.execute(back).scalars())
+    return [
+        Finished(
+            row.id, row.number, Path(row.directory), row.certificate,
+            read_named(connection, key, row.id), readmitted,
         )
-        for row in connection.execute(chosen):
-            name = open_person(row, worker.key)
-            if row.readmitted is None:
-                found.setdefault(name, []).append((row.release, row.number))
+        for row in connection.execute(chosen.order_by(RELEASES.c.number)).all()
+    ]  # fmt: skip
+
+
+def list_forgotten(finished: Sequence[Finished]) -> dict[str, list[tuple[Finished, int]]]:
+    """{identifier: (release, request), …} of everybody a release ever named, the last of them last;
+    but for those who are back on purpose."""
+    found = dict[str, list[tuple[Finished, int]]]()
+    for release in finished:
+        for number, name in sorted(release.people.items()):
+            if number not in release.readmitted:
+                found.setdefault(name, []).append((release, number))
             else:
                 found.pop(name, None)
     return found
 
 
-def check_returned(worker: Worker, model: Any, asked: set[str]) -> None:
+def check_returned(model: Any, finished: Sequence[Finished], asked: set[str]) -> None:
     """Nothing is released from a state that holds again whom the ledger knows as forgotten, but
     for those whom this release is ``asked`` to forget."""
-    if model.kind == "job":
+    forgotten = list_forgotten(finished)
+    if model.kind == "job" or not forgotten:
         return
-    forgotten = list_forgotten(worker, model)
-    back = find_standing(model.kind, Path(model.path), sorted(forgotten)).held if forgotten else ()
+    back = find_standing(model.kind, Path(model.path), sorted(forgotten)).held
     numbers = sorted(forgotten[name][-1][1] for name in back if name not in asked)
     if numbers:
         raise UnlearningError(
@@ -238,80 +291,42 @@ def check_returned(worker: Worker, model: Any, asked: set[str]) -> None:
         )
 
 
-def _find_earlier(
-    worker: Worker, model: Any, people: dict[int, str], standing: Standing
-) -> dict[str, int]:
-    """{identifier: release} of those who are gone, by a release that still proves it."""
-    found, checked = dict[str, int](), dict[int, bool]()
-    forgotten = list_forgotten(worker, model)
-    for name in set(people.values()):
-        if name in standing.held and model.kind == "state":
-            continue
-        for release, _ in reversed(forgotten.get(name, [])):
-            if release not in checked:
-                checked[release] = _still_proves(worker, release)
-            if checked[release]:
-                found[name] = release
-                break
-    return found
-
-
-def _still_proves(worker: Worker, release: int) -> bool:
-    with reading(worker.engine) as connection:
-        row = connection.execute(select(RELEASES).where(RELEASES.c.id == release)).one()
+def _still_proves(release: Finished) -> bool:
     try:
-        people = read_named(worker, release).values()
-        check_release(Path(row.directory), people, row.certificate, last=False)
+        check_release(release.directory, release.people.values(), release.certificate, last=False)
     except ExpungeError:
         return False
     return True
 
 
 def _sort(
-    worker: Worker, model: Any, people: dict[int, str], standing: Standing, earlier: dict[str, int]
-) -> tuple[Done, Any]:
-    """Answer what needs no run, and begin the release that names the others."""
-    known = list_forgotten(worker, model)
-    batch, already, absent = list[int](), dict[int, int](), list[int]()
-    unproven = dict[int, str]()
+    model: Any, people: dict[int, str], standing: Standing, finished: Sequence[Finished]
+) -> tuple[dict[int, Finished], list[int], list[int], dict[int, str]]:
+    """Who is gone by a release that still proves it, who is to be forgotten, who is not there, and
+    of whom it cannot be said."""
+    forgotten, proves = list_forgotten(finished), functools.cache(_still_proves)
+    already, unproven = dict[int, Finished](), dict[int, str]()
+    batch, absent = list[int](), list[int]()
     for number, name in sorted(people.items()):
-        if name in earlier:
-            already[number] = earlier[name]
+        gone = name not in standing.held or model.kind == "job"
+        earlier = [one for one, _ in reversed(forgotten.get(name, [])) if gone and proves(one)]
+        if earlier:
+            already[number] = earlier[0]
         elif model.kind == "job" and name in standing.forgotten:
             unproven[number] = (
                 "data.forgotten names this person, and no release of this ledger does"
             )
         elif name in standing.held or name in standing.forgotten:
             batch.append(number)
-        elif name in known:
+        elif name in forgotten:
             unproven[number] = "the release that forgot this person does not hold any more"
         else:
             absent.append(number)
-    doubted = _doubt(worker, model, standing, {number: people[number] for number in absent})
-    unproven |= doubted
-    absent = [number for number in absent if number not in doubted]
-    with writing(worker.engine) as connection:
-        check_mine(connection, worker, model.id)
-        numbers = _number_releases(connection, already.values())
-        if already or absent:
-            told = {str(n): [ALREADY, numbers[release]] for n, release in already.items()}
-            told |= {str(n): [NOT_HELD, None] for n in absent}
-            append(connection, "settled", model=model.name, outcomes=told)
-        for number, release in already.items():
-            _settle(connection, model.id, [number], ALREADY, release)
-        _settle(connection, model.id, absent, NOT_HELD, None)
-        begun = begin(connection, model, batch) if batch else None
-        if unproven:
-            _open_again(connection, model, sorted(unproven), "VerificationError")
-        answer_complete(connection, [*already, *absent])
-    said = tuple(f"request {number} stays open: {why}" for number, why in unproven.items())
-    numbers = tuple(number for number in sorted(people) if number not in unproven)
-    done = Done(model.name, numbers, 0, len(already), len(absent), said=said)
-    return done, begun
+    return already, batch, absent, unproven
 
 
 def _doubt(
-    worker: Worker, model: Any, standing: Standing, absent: dict[int, str]
+    key: Key, model: Any, standing: Standing, absent: dict[int, str], known: Known | None
 ) -> dict[int, str]:
     """Why somebody who was not found may be held all the same: spelled otherwise, or in the
     weights of a job whose data do not have them any more."""
@@ -321,12 +336,10 @@ def _doubt(
     doubted = {number: _SIMILAR for number, name in absent.items() if name in similar}
     if model.kind == "state":
         return doubted
-    with reading(worker.engine) as connection:
-        known = read_known(connection, model.id)
     if known is None or known.weights != hash_weights(Path(model.path)):
         again = f"expunge ledger register {model.name} {model.path}"
         return dict.fromkeys(absent, f"{_OTHER_WEIGHTS}: {again}") | doubted
-    gone = {n for n, name in absent.items() if mark_person(worker.key, name) in known.marks}
+    gone = {n for n, name in absent.items() if mark_person(key, name) in known.marks}
     return dict.fromkeys(gone, _GONE) | doubted
 
 
@@ -342,11 +355,6 @@ _GONE = (
     "this person was in the data of the job and is gone from them, but model.weights may hold "
     "them; let data.load give them until a run forgot them, or refuse the request and say why"
 )
-
-
-def _number_releases(connection: Connection, releases: Any) -> dict[int, int]:
-    chosen = select(RELEASES.c.id, RELEASES.c.number).where(RELEASES.c.id.in_(set(releases)))
-    return {row.id: row.number for row in connection.execute(chosen)}
 
 
 def _settle(
@@ -396,20 +404,27 @@ def begin_replay(connection: Connection, model: Any, requests: list[int]) -> Non
 
 
 def _forget(
-    worker: Worker, model: Any, begun: Any, done: Done, tell: Callable[[str], None]
+    worker: Worker,
+    model: Any,
+    begun: Any,
+    finished: Sequence[Finished],
+    done: Done,
+    tell: Callable[[str], None],
 ) -> Done:
     """Write the release, if it is not there, check it, and answer its requests."""
-    people = read_named(worker, begun.id)
+    with reading(worker.engine) as connection:
+        check_tables(connection, worker.key, worker.book, ())
+        people = read_named(connection, worker.key, begun.id)
     names, directory = sorted(set(people.values())), Path(begun.directory)
     if not renew(worker, model.name):
         raise RunError("another worker went on with this model, because this one was silent")
     tell("forgetting")
     _check_identity(model)
     if not is_written(directory):
-        check_returned(worker, model, set(names))
+        check_returned(model, finished, set(names))
     try:
         if model.kind == "job":
-            said = run_again(Path(model.path), directory, names, _list_earlier(worker, model))
+            said = run_again(Path(model.path), directory, names, finished)
         else:
             said = release_again(Path(model.path), directory, names)
     except (InputError, UnlearningError):
@@ -426,23 +441,6 @@ def _forget(
     )  # fmt: skip
 
 
-def _list_earlier(worker: Worker, model: Any) -> list[Earlier]:
-    with reading(worker.engine) as connection:
-        rows = connection.execute(
-            select(RELEASES)
-            .where(RELEASES.c.model == model.id, RELEASES.c.state == "finished")
-            .order_by(RELEASES.c.number)
-        ).all()
-    return [
-        Earlier(
-            Path(row.directory),
-            tuple(sorted(set(read_named(worker, row.id).values()))),
-            row.certificate,
-        )
-        for row in rows
-    ]
-
-
 def complete(
     worker: Worker, model: Any, begun: Any, requests: list[int], certificate: Certificate
 ) -> str:
@@ -454,6 +452,9 @@ def complete(
         if row is None or row.begun != begun.begun or row.directory != begun.directory:
             raise RunError(f"{directory} was given up by another worker; it answers nothing")
         if row.state == "begun":
+            known = check_tables(connection, worker.key, worker.book, requests)
+            if known.releases[model.name, begun.number]["requests"] != requests:
+                raise RunError(f"{directory} names others meanwhile; it answers nothing")
             told = {"certificate": sha256, "parent": certificate.parent}
             event = append(
                 connection, "released",
@@ -471,6 +472,35 @@ def complete(
     return sha256
 
 
+def retire_model(worker: Worker, name: str, reason: str) -> tuple[int, ...]:
+    """No request asks the model any more, because its operator says that nobody uses it; the
+    requests that waited for it, which this settles."""
+    if not 0 < len(reason.strip()) <= 10_000:
+        raise InputError.of("withdrawn", f"{reason[:20]}…", "why nobody uses the model any more")
+    with reading(worker.engine) as connection:
+        check_tables(connection, worker.key, worker.book)
+    with writing(worker.engine) as connection:
+        model = find_model(connection, name)
+        owed = select(WORK.c.request, WORK.c.state).where(WORK.c.model == model.id)
+        rows = connection.execute(owed.where(WORK.c.state.in_(("open", "running")))).all()
+        numbers = sorted(row.request for row in rows)
+        check_tables(connection, worker.key, worker.book, numbers)
+        if model.retired is not None:
+            raise InputError.of("model", name, f"another: it was retired on {model.retired[:10]}")
+        if _find_begun(connection, model.id) or any(row.state == "running" for row in rows):
+            raise InputError(f"{name} has work that began; finish it with expunge ledger work")
+        told = {"withdrawn": worker.key.tag("withdrawn", reason), "requests": numbers}
+        event = append(connection, "retired", model=name, **told)
+        connection.execute(update(MODELS).where(MODELS.c.id == model.id).values(retired=event.at))
+        connection.execute(
+            update(WORK)
+            .where(WORK.c.model == model.id, WORK.c.state == "open")
+            .values(state="done", outcome=WITHDRAWN)
+        )
+        answer_complete(connection, numbers)
+    return tuple(numbers)
+
+
 def answer_complete(connection: Connection, requests: Sequence[int]) -> None:
     """Answer those of the requests that no model owes anything any more."""
     for number in requests:
@@ -485,12 +515,13 @@ def answer_complete(connection: Connection, requests: Sequence[int]) -> None:
                     update(REQUESTS).where(REQUESTS.c.number == number).values(state="open")
                 )
             continue
-        none = all(row.outcome == NOT_HELD for row in rows)
-        nowhere = HELD_IN_NONE if found.scope == 0 else NOT_HELD  # others were not asked
-        values: dict[str, Any] = {"answer": nowhere if none else FORGOTTEN}
+        answer = conclude([row.outcome for row in rows], found.scope == 0)
+        values: dict[str, Any] = {"answer": answer}
         event = append(connection, "answered", request=number, **values)
         values |= {"state": "answered", "ended": event.at}
-        if none:  # nothing of them will have to be forgotten again: the name is not needed
+        if (
+            answer != FORGOTTEN
+        ):  # nothing of them will have to be forgotten again: the name is not needed
             values["sealed"] = None
         connection.execute(update(REQUESTS).where(REQUESTS.c.number == number).values(**values))
 

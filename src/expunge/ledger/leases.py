@@ -12,7 +12,7 @@ import secrets
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -24,18 +24,21 @@ from expunge.ledger.database import writing
 from expunge.ledger.models import find_model
 from expunge.ledger.names import Key
 from expunge.ledger.schema import MODELS
+from expunge.ledger.telling import Book
 
 LEASE = 900.0
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Somebody at work: ``name`` is its own, ``lease`` how long it may be silent, in seconds."""
+    """Somebody at work: ``name`` is its own, ``lease`` how long it may be silent, in seconds,
+    ``book`` how far it followed the chain."""
 
     engine: Engine
     key: Key
     name: str
     lease: float = LEASE
+    book: Book = field(default_factory=Book, repr=False)
 
     @classmethod
     def make(cls, engine: Engine, key: Key, lease: float) -> Worker:

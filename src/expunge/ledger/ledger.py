@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Engine, insert, select
 
 from expunge.errors import ExpungeError, InputError
-from expunge.ledger.chain import START, Anchor, Event, append, list_events, read_anchor
+from expunge.ledger.chain import (
+    START,
+    Anchor,
+    Event,
+    append,
+    list_events,
+    list_own,
+    read_anchor,
+)
 from expunge.ledger.database import (
     check_version,
     connect,
@@ -28,13 +36,16 @@ from expunge.ledger.known import hash_weights, note_known
 from expunge.ledger.models import Model, find_model, identify, list_models, register_model
 from expunge.ledger.names import Key, make_key, read_key
 from expunge.ledger.requests import Request, end_request, file_request, list_requests
-from expunge.ledger.schema import BOOK
+from expunge.ledger.schema import BOOK, MODELS
 
 if TYPE_CHECKING:
     from expunge.ledger.checking import Checked
     from expunge.ledger.fulfilment import Done
     from expunge.ledger.leases import Worker
     from expunge.ledger.verification import Verified
+
+
+_COPY = "it holds people whom that forgot"
 
 
 class Ledger:
@@ -116,12 +127,29 @@ class Ledger:
         Registering a job again says so of weights that are new.
         """
         seen = _look_into(Path(state).absolute())
+        if seen is None:
+            self._check_copy(Path(state).absolute())
         with writing(self.engine) as connection:
             register_model(connection, name, state, releases)
             if seen is not None:
                 note_known(connection, find_model(connection, name), *seen)
         self._advance_anchor()
         return self.models(name)[0]
+
+    def _check_copy(self, path: Path) -> None:
+        """A state without a key is known by its settings alone: an equal one is a copy if it holds
+        whom the other forgot, and that must not bring them back."""
+        from expunge.ledger.fulfilment import list_forgotten, read_finished
+        from expunge.ledger.holding import find_standing
+
+        with reading(self.engine) as connection:
+            same = select(MODELS).where(MODELS.c.identity == identify("state", path))
+            for row in connection.execute(same.where(MODELS.c.path != str(path))).all():
+                forgotten = list_forgotten(read_finished(connection, self.key, row))
+                if find_standing("state", path, sorted(forgotten)).held:
+                    raise InputError.of(
+                        "state", str(path), f"no copy of that of {row.name}: {_COPY}"
+                    )
 
     def request(
         self,
@@ -188,8 +216,7 @@ class Ledger:
         with reading(self.engine) as connection:
             if request is None:
                 return list_events(connection, after=after, most=most)
-            found = [e for e in list_events(connection, after=after) if e.concerns(request)]
-        return tuple(found[:most])
+            return list_own(connection, request, after=after)[:most]
 
     def anchor(self) -> Anchor:
         """Where the chain ends now."""
@@ -215,8 +242,21 @@ class Ledger:
         from expunge.ledger.fulfilment import Batching, work
 
         batching = Batching(most, least, days)
-        names = [found.name for found in self.models(model)]
+        chosen = self.models(model)
+        names = [one.name for one in chosen if one.retired is None or model is not None]
         found = tuple(work(self._make_worker(lease), names, batching, tell))
+        self._advance_anchor()
+        return found
+
+    def retire(self, model: str, withdrawn: str) -> tuple[int, ...]:
+        """No request asks a model any more; ``withdrawn`` says why nobody uses it.
+
+        What it released stays, and is verified, but needs no weights. Requests that waited for it
+        are answered without it: the numbers of these.
+        """
+        from expunge.ledger.fulfilment import retire_model
+
+        found = retire_model(self._make_worker(), model, withdrawn)
         self._advance_anchor()
         return found
 

@@ -38,7 +38,8 @@ class Release:
 
 @dataclass(frozen=True)
 class Model:
-    """A registered model; ``worker`` is whoever is at work on it, None for nobody."""
+    """A registered model; ``worker`` is whoever is at work on it, None for nobody; ``retired`` is
+    when its operator said that nobody uses it any more."""
 
     name: str
     kind: Kind
@@ -48,6 +49,7 @@ class Model:
     open: int
     running: int
     worker: str | None
+    retired: datetime | None
     releases: tuple[Release, ...]
 
 
@@ -68,10 +70,14 @@ def register_model(
             raise InputError.of("releases", str(folder), f"outside of the state {state}")
     for row in connection.execute(select(MODELS)):
         if (row.name, row.path, row.releases) == (name, str(path), str(folder)):
+            if row.retired is not None:
+                raise InputError.of("name", name, f"another: it was retired on {row.retired[:10]}")
             return
         for field, given in (("name", name), ("path", str(path)), ("releases", str(folder))):
             if getattr(row, field) == given:
                 raise InputError.of(field, given, f"another: the model {row.name} has it")
+        if Path(row.releases).resolve() == folder.resolve():
+            raise InputError.of("releases", str(folder), f"another: the model {row.name} has it")
         if row.identity == identity and (path / "key").exists():
             valid = f"no copy of that of the model {row.name}: a copy may hold whom it forgot"
             raise InputError.of("state", str(path), f"{valid}; put it back at {row.path}")
@@ -151,6 +157,7 @@ def list_models(connection: Connection, name: str | None = None) -> tuple[Model,
             open=counts[row.id, "open"],
             running=counts[row.id, "running"],
             worker=row.worker if row.until is not None and row.until > now else None,
+            retired=None if row.retired is None else datetime.fromisoformat(row.retired),
             releases=list_releases(connection, row),
         )
         for row in connection.execute(chosen).all()

@@ -36,7 +36,10 @@ def read_person(identifier: object) -> str:
     >>> read_person("e\\u0301") == "\\u00e9"
     True
     """
-    (name,) = read_ids([identifier])
+    try:
+        (name,) = read_ids([identifier])
+    except InputError as error:
+        raise InputError(f"person{str(error).removeprefix('ids')}") from None
     if len(name) > MOST_TEXT:
         raise InputError.of("person", f"{name[:20]}…", f"at most {MOST_TEXT} characters")
     return name

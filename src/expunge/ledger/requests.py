@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, datetime, timedelta
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from sqlalchemy import Connection, func, insert, select, update
 
-from expunge.errors import InputError
-from expunge.ledger.chain import append
+from expunge.errors import InputError, VerificationError
+from expunge.ledger.chain import append, is_genuine, list_own
 from expunge.ledger.clocks import Clock, add_month, read_clock, read_date, read_now
 from expunge.ledger.names import Key, read_person
 from expunge.ledger.schema import MODELS, RELEASES, REQUESTS, WORK
@@ -20,14 +20,15 @@ from expunge.ledger.schema import MODELS, RELEASES, REQUESTS, WORK
 State = Literal["open", "running", "answered", "refused", "withdrawn"]
 STATES: tuple[State, ...] = ("open", "running", "answered", "refused", "withdrawn")
 FORGOTTEN, ALREADY, NOT_HELD = "forgotten", "already forgotten", "not held"
-HELD_IN_NONE = "held in none"
+HELD_IN_NONE, WITHDRAWN = "held in none", "model withdrawn"
 
 
 @dataclass(frozen=True)
 class Answer:
     """What a request asks of one model: ``outcome`` is None until that is done.
 
-    ``outcome`` is "forgotten", "already forgotten" (by the release named) or "not held".
+    ``outcome`` is "forgotten", "already forgotten" (by the release named), "not held" or "model
+    withdrawn": its operator said that nobody uses it any more.
     """
 
     model: str
@@ -40,8 +41,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Request:
-    """A request as it stands; ``person`` is the keyed hash, ``answer`` "forgotten" or "held in
-    none". ``new`` is whether this call filed it."""
+    """A request as it stands; ``person`` is the keyed hash, ``answer`` what :func:`conclude`
+    says. ``new`` is whether this call filed it."""
 
     number: int
     person: str
@@ -57,6 +58,17 @@ class Request:
     why: str | None
     answers: tuple[Answer, ...]
     new: bool = False
+
+
+def conclude(outcomes: Sequence[str], all_models: bool) -> str:
+    """The answer to a request that no model owes anything any more.
+
+    >>> conclude([NOT_HELD, ALREADY], True), conclude([NOT_HELD, WITHDRAWN], True)
+    ('forgotten', 'held in none')
+    """
+    if FORGOTTEN in outcomes or ALREADY in outcomes:
+        return FORGOTTEN
+    return HELD_IN_NONE if all_models else outcomes[0]  # others were not asked
 
 
 def file_request(
@@ -80,7 +92,8 @@ def file_request(
         raise InputError.of("due", late.isoformat(), f"{arrived.isoformat()} or later")
     if reason is not None and not 0 < len(reason) <= 10_000:
         raise InputError.of("reason", f"{reason[:20]}…", "a text of at most 10,000 characters")
-    models = {row.name: row.id for row in connection.execute(select(MODELS).order_by(MODELS.c.id))}
+    live = select(MODELS).where(MODELS.c.retired.is_(None)).order_by(MODELS.c.id)
+    models = {row.name: row.id for row in connection.execute(live)}
     if model is not None and model not in models:
         raise InputError.of("model", model, f"one of {sorted(models)}")
     scope, hashed = (0 if model is None else models[model]), key.hash_person(name)
@@ -91,6 +104,7 @@ def file_request(
     )
     found = connection.execute(same).one_or_none()
     if found is not None:
+        _check_waiting(connection, found.number, hashed)
         if (sooner := late.isoformat()) < found.due:  # whoever filed first does not set the clock
             append(connection, "hastened", request=found.number, due=sooner)
             chosen = REQUESTS.c.number == found.number
@@ -124,6 +138,18 @@ def file_request(
     for one in asked:
         connection.execute(insert(WORK).values(request=number, model=models[one], state="open"))
     return number, True
+
+
+def _check_waiting(connection: Connection, number: int, person: str) -> None:
+    """Who files again is sent to a request that the chain knows, and that has not ended: else a
+    row that somebody put there would swallow theirs."""
+    own = list_own(connection, number)
+    ended = {"answered", "refused", "withdrawn"}.intersection(event.kind for event in own)
+    first = own[0] if own else None
+    if ended or first is None or first.body.get("person") != person:
+        raise VerificationError(f"request {number} is not what the events tell; nothing is filed")
+    if not is_genuine(connection, first):
+        raise VerificationError(f"event {first.number} was changed; nothing is filed")
 
 
 def end_request(

@@ -13,7 +13,7 @@ import shutil
 import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,17 @@ from expunge.files import write_atomic
 from expunge.ledger.evidence import hash_file, is_written
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """A finished release, whom it named, and the SHA-256 of its certificate."""
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """A finished release, the SHA-256 of its certificate, whom it names by request, and the
+    requests of people who are back in its model on purpose."""
 
+    id: int
+    number: int
     directory: Path
-    people: tuple[str, ...]
     certificate: str
+    people: Mapping[int, str] = field(repr=False)
+    readmitted: frozenset[int]
 
 
 def release_again(state: Path, directory: Path, people: Sequence[str]) -> tuple[str, ...]:
@@ -42,7 +46,7 @@ def release_again(state: Path, directory: Path, people: Sequence[str]) -> tuple[
 
 
 def run_again(
-    job: Path, directory: Path, people: Sequence[str], earlier: Sequence[Earlier]
+    job: Path, directory: Path, people: Sequence[str], earlier: Sequence[Finished]
 ) -> tuple[str, ...]:
     """Forget ``people`` by a job that starts from the last release and keeps all earlier out."""
     from expunge.jobs.directory import workspace_of
@@ -58,7 +62,7 @@ def run_again(
 
 @contextmanager
 def _made_job(
-    job: Path, directory: Path, people: Sequence[str], earlier: Sequence[Earlier]
+    job: Path, directory: Path, people: Sequence[str], earlier: Sequence[Finished]
 ) -> Generator[Path]:
     """The job with these lists, in the folder of the other: its paths are relative to that.
 
@@ -74,7 +78,8 @@ def _made_job(
         column: Any = data.get("column")
         named = [lists / ("0.txt" if column is None else "0.csv")]
         named += [lists / f"{number}.txt" for number in range(1, len(earlier) + 1)]
-        for file, names in zip(named, [people, *(one.people for one in earlier)], strict=True):
+        lists_of = [people, *(sorted(set(one.people.values())) for one in earlier)]
+        for file, names in zip(named, lists_of, strict=True):
             text = "\n".join(names) if file.suffix == ".txt" else _write_csv([str(column), *names])
             write_atomic(file, text.encode(), private=True)
         before = [str(job.parent / Path(name).expanduser()) for name in data.get("forgotten", [])]

@@ -16,7 +16,7 @@ from sqlalchemy import (
     text,
 )
 
-VERSION = "0003"
+VERSION = "0004"
 METADATA = MetaData()
 
 # One row: which ledger this is, and the end of the chain of events. Whoever writes locks it first.
@@ -54,6 +54,7 @@ MODELS = Table(
     Column("registered", String(32), nullable=False),
     Column("worker", String(100)),
     Column("until", String(32)),
+    Column("retired", String(32)),
 )
 
 REQUESTS = Table(

@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_args
 from sqlalchemy import Connection, Select, case, func, insert, select
 
 from expunge.errors import InputError
-from expunge.ledger.chain import Event, append, list_events
+from expunge.ledger.chain import Event, append, list_own
 from expunge.ledger.clocks import SOON, Pace, read_now
 from expunge.ledger.database import reading, writing
 from expunge.ledger.ledger import Ledger
@@ -95,8 +95,9 @@ def file_for(
     if token.model is not None and model not in (None, token.model):
         raise RefusedError(403, f"this token is for the model {token.model} alone")
     asked = model or token.model
-    if asked is not None and asked not in {one.name for one in ledger.models()}:
-        raise RefusedError(422, "model must be the name of a registered model")
+    live = {one.name for one in ledger.models() if one.retired is None}
+    if asked is not None and asked not in live:
+        raise RefusedError(422, "model must be the name of a registered model, not a retired one")
     with writing(ledger.engine) as connection:
         number, new = file_request(
             connection, ledger.key, person, model=asked, received=received, due=due, reason=reason
@@ -136,7 +137,8 @@ def choose(ledger: Ledger, token: Token, choice: Choice) -> Listed:
     today = read_now().date()
     base = _restrict(select(REQUESTS.c.number), token)
     if choice.model is not None:
-        base = base.where(REQUESTS.c.number.in_(_asking(choice.model)))
+        known = choice.model if token.model in (None, choice.model) else ""
+        base = base.where(REQUESTS.c.number.in_(_asking(known)))
     chosen = base
     if choice.state == "waiting":
         chosen = chosen.where(REQUESTS.c.ended.is_(None))
@@ -178,9 +180,9 @@ def list_visible_events(ledger: Ledger, token: Token, number: int) -> tuple[Even
     """What happened to a request; bodies, which name other requests, only for who sees all."""
     find_request(ledger, token, number)
     with reading(ledger.engine) as connection:
-        found = [one for one in list_events(connection) if one.concerns(number)]
+        found = list_own(connection, number)
     if token.role != "requester" and token.model is None:
-        return tuple(found)
+        return found
     models = (None, token.model)
     kept = [one for one in found if token.model is None or one.body.get("model") in models]
     return tuple(

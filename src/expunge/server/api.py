@@ -47,8 +47,10 @@ from expunge.server.schemas import (
 from expunge.server.service import Service
 
 BEARER = HTTPBearer(auto_error=False, description="A token of expunge ledger token.")
-CODES = (401, 403, 404, 409, 413, 415, 422, 429, 503)
+CODES = (400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 421, 422, 429, 500, 503)
 REFUSED: dict[int | str, dict[str, Any]] = {code: {"model": RefusedShown} for code in CODES}
+BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+SENT = {kind.partition(";")[0]: {} if "json" in kind else BYTES for kind in TYPES.values()}
 router = APIRouter(prefix="/api", responses=REFUSED)
 
 
@@ -91,7 +93,8 @@ Caller = Annotated[Token, Depends(find_caller)]
 @router.get("/me")
 def show_me(service: Serving, token: Caller) -> MeShown:
     """Who this token is, and the models it may name."""
-    models = [one.name for one in list_visible_models(service.ledger, token)]
+    found = list_visible_models(service.ledger, token)
+    models = [one.name for one in found if one.retired is None]
     return MeShown(name=token.name, role=token.role, model=token.model, models=models)
 
 
@@ -206,7 +209,7 @@ def show_work(service: Serving, token: Caller) -> list[ProgressShown]:
 @router.get(
     "/models/{model}/releases/{number}/{file}",
     response_class=Response,
-    responses={200: {"content": {kind.partition(";")[0]: {} for kind in TYPES.values()}}},
+    responses={200: {"content": SENT}},
 )
 def download(
     service: Serving, token: Caller, model: ModelName, number: Number, file: File
@@ -230,7 +233,7 @@ def verify_ledger(service: Serving, token: Caller) -> VerifiedShown:
 
 
 @router.post(
-    "/evidence", response_class=Response, responses={200: {"content": {"application/zip": {}}}}
+    "/evidence", response_class=Response, responses={200: {"content": {"application/zip": BYTES}}}
 )
 def export(service: Serving, token: Caller, sent: PersonSent) -> Response:
     """The evidence about a person, as a zip for a regulator."""

@@ -130,7 +130,29 @@ class Gate:
         charset = rest.strip().lower().replace('"', "")
         if body and (kind.strip().lower() != needed or charset not in ("", "charset=utf-8")):
             raise RefusedError(415, f"the body must be {needed} in UTF-8")
+        if body and needed == JSON:
+            check_json(body)
         return body
+
+
+def check_json(body: bytes) -> None:
+    """Refuse what two programs could read in two ways: another encoding, a name that is there
+    twice. What is no JSON at all is found later."""
+
+    def check(pairs: list[tuple[str, object]]) -> None:
+        if len({name for name, _ in pairs}) != len(pairs):
+            raise RefusedError(422, "a field of the body is there twice")
+
+    try:
+        text = body.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise RefusedError(400, f"the body must be {JSON} in UTF-8")
+    try:
+        json.loads(text, object_pairs_hook=check)
+    except (ValueError, RecursionError):
+        return
 
 
 def read_headers(scope: Scope) -> dict[bytes, str]:

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from expunge.errors import ExpungeError
 from expunge.ledger.clocks import Pace
 from expunge.ledger.requests import Request as Asked
-from expunge.ledger.tokens import Token, find_token
+from expunge.ledger.tokens import Token, find_token, hash_token
 from expunge.server import access
 from expunge.server.api import ModelName, Number, PageNumber, Serving, send_file, send_zip
 from expunge.server.desk import STEPS, WORDS
@@ -167,7 +167,8 @@ def sign_in(request: Request, visitor: Looking, fields: Fields) -> Response:
         return show(visitor, "sign_in.html.j2", refused.status, refused.wait, sentence=str(refused))
     visitor.service.sessions.end(visitor.cookie)
     response = go("/")
-    visitor.set_cookie(response, visitor.service.sessions.begin(token.hash))
+    known = hash_token(fields["token"])
+    visitor.set_cookie(response, visitor.service.sessions.begin(known))
     request.state.token = token.name
     return response
 
@@ -442,7 +443,7 @@ def show_filing(
     kept = {name: fields.get(name, "")[:100] for name in ("model", "received", "due")}
     status = 200 if refused is None else refused.status
     facts: dict[str, Any] = {
-        "models": [one.name for one in models],
+        "models": [one.name for one in models if one.retired is None],
         "kept": kept,
         "sentence": refused,
     }

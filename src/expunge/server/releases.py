@@ -96,7 +96,7 @@ def inspect_release(ledger: Ledger, model: Model, release: Release) -> list[str]
                 select(REQUESTS).where(REQUESTS.c.number.in_(release.requests[start : start + 500]))
             )
         ]
-    last = release == model.releases[-1]
+    last = release == model.releases[-1] and model.retired is None
     found = list[str]()
     try:
         certificate = check_release(release.directory, people, release.certificate, last)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from datetime import date, datetime
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
 
 from expunge.ledger.clocks import Pace
 from expunge.ledger.models import Kind, Model, Release
@@ -19,8 +20,18 @@ Identifier = Annotated[str, StringConstraints(min_length=1, max_length=1_024)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
 
 
+def read_day(given: object) -> object:
+    """A day as it is written in JSON: one way, no number of seconds and no time of a zone."""
+    if not isinstance(given, str) or not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", given):
+        raise ValueError("it must be a date such as 2026-01-31")
+    return given
+
+
+Day = Annotated[date, BeforeValidator(read_day)]
+
+
 class Sent(BaseModel):
-    """Unknown fields are refused, and a number is no text."""
+    """Unknown fields are refused, a number is no text and no date."""
 
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
 
@@ -35,8 +46,8 @@ class RequestSent(PersonSent):
     """A request to forget a person in one model, or in all."""
 
     model: Name | None = None
-    received: date | None = Field(None, description="Default: today.")
-    due: date | None = Field(None, description="Default: one month after it was received.")
+    received: Day | None = Field(None, description="Default: today.")
+    due: Day | None = Field(None, description="Default: one month after it was received.")
     reason: Text | None = Field(None, description="Kept sealed; only operators can read it.")
 
 
@@ -146,13 +157,14 @@ class ReleaseShown(BaseModel):
 
 
 class ModelShown(BaseModel):
-    """A registered model, and its chain of releases."""
+    """A registered model, and its chain of releases; retired is when it was withdrawn."""
 
     name: str
     kind: Kind
     registered: datetime
     open: int
     running: int
+    retired: datetime | None
     releases: list[ReleaseShown]
 
     @classmethod

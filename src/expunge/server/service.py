@@ -80,7 +80,10 @@ class Service:
     def work(self, token: Token, model: str) -> Progress:
         """Have a model worked on in the background."""
         allow(token, "work", model)
-        return self.desk.ask(find_visible_model(self.ledger, token, model).name)
+        found = find_visible_model(self.ledger, token, model)
+        if found.retired is not None:
+            raise RefusedError(409, "this model is retired: no request asks it")
+        return self.desk.ask(found.name)
 
     def show_progress(self, token: Token) -> list[Progress]:
         """The work on the models that a token sees."""
