@@ -441,3 +441,28 @@ def test_weights_that_nothing_trained_are_not_certified(tmp_path: Path) -> None:
     assert not find_differences(path)
     edit(path, lambda content: content["finetune"].update(steps=0))
     assert any("no step of training is recorded" in found for found in find_differences(path))
+
+
+# --- shards: a generator that goes on from one constituent to the next
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_constituent_draws_nothing_that_another_left(deterministic: bool) -> None:
+    """How often the first shard drew told the second one how many examples the first had."""
+
+    people = [f"user-{i}" for i in range(24)]
+    x, y = X.repeat(3, 1), Y.repeat(3)
+
+    def learn(kept: list[int]) -> expunge.Shards:
+        ensemble = expunge.Shards(
+            lambda: nn.Linear(4, 3), shards=2, slices=1, seed="public", epochs=2, batch_size=2,
+            learning_rate=0.01, augment=Drawing(1), deterministic=deterministic,
+        )  # fmt: skip
+        ensemble.learn((x[kept], y[kept]), ids=[people[i] for i in kept])
+        return ensemble
+
+    whole = learn(list(range(24)))
+    first = [i for i in range(24) if 0 in whole.plan.assignment.find_touched([people[i]])]
+    never = learn([i for i in range(24) if i not in first[:4]])
+    run = whole.forget([people[i] for i in first[:4]])
+    assert run.record.weights_after == never.release().record.weights_after

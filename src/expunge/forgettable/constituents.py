@@ -99,9 +99,9 @@ class Plan:
             if before is not None:
                 put_tensors(model, before)
             frozen = hash_weights(_list_frozen(model))
-            seed = self._derive("train", shard, stage)
+            seed, held = self._derive("train", shard, stage), (self.settings, self.function)
             if len(data) >= FEWEST:
-                with seeded_random(seed), torch.inference_mode(False), torch.enable_grad():
+                with seeded_random(seed, held), torch.inference_mode(False), torch.enable_grad():
                     self._train(model, data, seed)
         if hash_weights(_list_frozen(model)) != frozen:
             raise UnlearningError("a frozen parameter changed in training; it must stay as built")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax
 
 from expunge.forgettable.slices import Examples
+from expunge.training.randomness import seeded_random
 from expunge.training.train import TrainingLog, check_trained, train
 
 
@@ -19,11 +20,12 @@ def train_student(
 ) -> TrainingLog:
     """Train ``student`` on the held examples towards the ensemble's probabilities."""
     prepare = options.get("prepare")
-    with torch.no_grad():
-        batches = (held.inputs if prepare is None else prepare(held.inputs)).split(1024)
-        answers = torch.cat([log_softmax(ensemble(x), dim=-1) for x in batches])
     given: dict[str, Any] = dict(options) | {"loss_fn": _diverge, "compile": False}
-    log = train(student, replace(held, targets=answers), **given)
+    with seeded_random(options.get("seed", 0), options):
+        with torch.no_grad():
+            batches = (held.inputs if prepare is None else prepare(held.inputs)).split(1024)
+            answers = torch.cat([log_softmax(ensemble(x), dim=-1) for x in batches])
+        log = train(student, replace(held, targets=answers), **given)
     check_trained(student, log, "distillation")
     return log
 
