@@ -232,7 +232,7 @@ def _unlearn(ground: Ground, case: Case) -> dict[str, Any]:
     problem, _ = ground.cut(case)
     old = load_model(problem, case.seed % ground.model_seeds, ground.models)
     retain, forget = problem.parts
-    recipe = fit_recipe(case.route, problem, ground.epochs)
+    recipe = fit_recipe(case.route, ground.network, ground.epochs)
     steps = getattr(recipe, "steps", 0)
     began = Moment.now()
     loader = Batches(
