@@ -32,7 +32,7 @@ from benchmarks.timing import within
 HERE = Path(__file__).parent
 SUITES = {
     "heads": 75,
-    "convex": 150,
+    "convex": 135,
     "shards": 40,
     "ledger": 20,
     "throughput": 90,
@@ -47,6 +47,7 @@ SUITES = {
     "accounting": 15,
     "latency": 25,
     "cached": 10,
+    "estimates": 15,
 }
 MOST_SECONDS = 600
 RESULTS, PAGE = "results/latest.json", "docs/speed.md"
