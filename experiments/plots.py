@@ -63,7 +63,10 @@ def draw_lines(
             high = [m + s for m, s in zip(mean, spread, strict=True)]
             axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
         if logarithmic:
+            ticks = sorted({x for points in lines.values() for x, *_ in points})
             axes.set_xscale("log")
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axes.set_xticks([], minor=True)
         axes.set(title=title, xlabel=horizontal, ylabel=vertical)
         axes.grid(alpha=0.25, linewidth=0.4)
         axes.legend(fontsize=5.5, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))

@@ -3,7 +3,8 @@
 =======================  =========================================================================
 route                    what a request is
 =======================  =========================================================================
-retraining               the network trained again on what remains, at the best of some rates
+retraining               the network trained again on what remains, at the best of some rates, from
+                         the initialisation that the noisy runs of its seed are pulled towards
 noisy, zero              the paper's three methods with radii for which (1, 1e-5) is true, then
                          fine-tuning: at the best of the same rates
 noisy, initialisation    the same around a fresh initialisation under a public seed, with the radii
@@ -43,7 +44,6 @@ from arms import DELTA, Arm, Noisy, make_recipe, plan_recipe
 from expunge import (
     Batches,
     GroupDPSGD,
-    Initialisation,
     Run,
     SeededNoise,
     Shards,
@@ -63,7 +63,7 @@ from expunge.forgettable.features import Features
 from expunge.forgettable.statistics import StatisticsHead
 from heads import count_classes, prepare_measure
 from problems import Problem, load_model
-from runs import build_afresh, measure_start
+from runs import build_public, measure_start, name_start
 from table_shards import make_build
 
 Kind = Literal["retraining", "noisy", "statistics", "convex", "shards", "dp-sgd"]
@@ -222,7 +222,7 @@ def _score(problem: Problem, model: nn.Module) -> dict[str, float]:
 
 def _retrain(ground: Ground, case: Case) -> dict[str, Any]:
     problem, _ = ground.cut(case)
-    model, began = problem.build(1_000 + case.seed), Moment.now()
+    model, began = build_public(problem, case.seed), Moment.now()
     train(model, problem.parts[0], **_list_options(ground, case, ground.epochs))
     told = began.tell(ground.epochs * len(problem.parts[0]))
     return _score(problem, model) | told
@@ -264,7 +264,7 @@ def _make_centre(case: Case, problem: Problem) -> Any:
     """A point that everybody knows: zero, or the network under a seed that is written here."""
     if case.route.centre == "zero":
         return "zero"
-    return Initialisation(f"run {case.seed}", functools.partial(build_afresh, problem))
+    return name_start(problem, case.seed)
 
 
 @functools.cache

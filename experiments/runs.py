@@ -234,11 +234,9 @@ def make_start(
         assert private is not None
         return private(model_seed)
     if case.arm.method == "retrain":
-        net = problem.build(1_000 + case.seed)
         if case.arm.version == "initialisation":
-            centre = find_centre(copy_model(net), _find_centre(case, problem)).tensors
-            assert centre is not None
-            net.load_state_dict(centre)
+            return build_public(problem, case.seed)
+        net = problem.build(1_000 + case.seed)
         if case.arm.version == "gaussian":
             scale = find_scale(case, problem, size)
             generator = torch.Generator().manual_seed(2_000 + case.seed)
@@ -337,7 +335,21 @@ def _find_centre(case: Case, problem: Problem) -> Any:
     """The paper's zero, or the network's own initialisation under a public seed of this run."""
     if case.arm.version != "initialisation":
         return "zero"
-    return Initialisation(f"run {case.seed}", functools.partial(build_afresh, problem))
+    return name_start(problem, case.seed)
+
+
+def name_start(problem: Problem, seed: int) -> Initialisation:
+    """The network's own initialisation under the public seed of run s."""
+    return Initialisation(f"run {seed}", functools.partial(build_afresh, problem))
+
+
+def build_public(problem: Problem, seed: int) -> nn.Module:
+    """The network at that initialisation, to be trained from there."""
+    net = problem.build(seed)
+    centre = find_centre(copy_model(net), name_start(problem, seed)).tensors
+    assert centre is not None
+    net.load_state_dict(centre)
+    return net
 
 
 def build_afresh(problem: Problem) -> nn.Module:
