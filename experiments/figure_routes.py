@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from options import Options, drive
-from plots import draw_points
+from plots import draw_panels
 from problems import load_problem
 from routes import SIZES, Case, Ground, Route, Size, answer, list_routes
 from runs import Store, find_commit
@@ -168,15 +168,15 @@ def plot(task: str, options: Options) -> None:
     entries = read_entries(task, options.out)
     if not entries:
         return
-    points = {
-        route.name: [found for size in SIZES if (found := place(entries, route, size))]
-        for route in list_routes()
-    }
-    draw_points(
-        {name: found for name, found in points.items() if found},
+    named = {"1": "one forgotten", "50": "fifty forgotten", "tenth": "a tenth forgotten"}
+    draw_panels(
+        {
+            named[size]: {r.name: at for r in list_routes() if (at := place(entries, r, size))}
+            for size in SIZES
+        },
         lighter={route.name for route in list_routes() if route.control},
         title=TASKS[task].title,
-        horizontal="seconds of one core to answer a request",
+        horizontal="seconds of one core",
         vertical="test accuracy (%)",
         files=[options.out / f"figure_routes_{task}.{kind}" for kind in ("png", "svg")],
     )
@@ -185,13 +185,13 @@ def plot(task: str, options: Options) -> None:
     print(text)
 
 
-def place(entries: Entries, route: Route, size: Size) -> tuple[float, float, float, str] | None:
-    """(seconds, accuracy, its spread, size) of a route; None where there is nothing."""
+def place(entries: Entries, route: Route, size: Size) -> tuple[float, float, float] | None:
+    """(seconds, accuracy, its spread) of a route; None where there is nothing."""
     found = _select(entries, route, size)
     if not found:
         return None
     test = Mean.of([entry["test"] for entry in found])
-    return Mean.of([entry["seconds"] for entry in found]).value, test.value, test.spread, size
+    return Mean.of([entry["seconds"] for entry in found]).value, test.value, test.spread
 
 
 def _select(entries: Entries, route: Route, size: Size) -> Entries:

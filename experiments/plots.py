@@ -73,44 +73,59 @@ def draw_lines(
         save_figure(figure, files)
 
 
-def draw_points(
-    points: Mapping[str, Sequence[tuple[float, float, float, str]]],
+def draw_panels(
+    panels: Mapping[str, Mapping[str, tuple[float, float, float]]],
     *,
     lighter: Iterable[str],
     title: str,
     horizontal: str,
     vertical: str,
     files: Iterable[Path],
+    window: float = 8.0,
 ) -> None:
-    """One panel of (x, mean, spread, word) joined by name, with its legend beside the axes.
+    """Panels side by side of one point (x, mean, spread) for each name; one legend beside them.
 
-    The x axis is logarithmic with plain numbers; x = 0 stands at its left end. What is ``lighter``
-    is drawn so, and behind.
+    The x axis is logarithmic with plain numbers; x = 0 stands at its left end. The y axis shows at
+    most ``window`` points below the best: what lies lower stands at the bottom, with its value.
+    What is ``lighter`` is drawn so, and behind.
     """
     faded, colours = set(lighter), plt.get_cmap("tab20").colors  # pyright: ignore
-    shown = [x for line in points.values() for x, *_ in line if x > 0]
-    least = min(shown, default=1.0) / 2
+    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    points = [point for panel in panels.values() for point in panel.values()]
+    least = min((x for x, *_ in points if x > 0), default=1.0) / 2
+    top = max(mean for _, mean, _ in points)
+    floor = min(mean for _, mean, _ in points if mean >= top - window) - 0.5
     with plt.rc_context({"font.size": 7, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(6.8, 1.3 * HEIGHT), layout="constrained")
-        for number, (name, line) in enumerate(points.items()):
-            light = name in faded
-            x = [max(seconds, least) for seconds, *_ in line]
-            mean, spread = [m for _, m, *_ in line], [s for _, _, s, _ in line]
-            axes.errorbar(
-                x, mean, yerr=spread, label=name, color=colours[number % 20],
-                marker="x" if light else "os^Dv"[number % 5], markersize=3, linewidth=0.8,
-                linestyle=":" if light else "-", alpha=0.35 if light else 1.0,
-                zorder=1 if light else 2,
-            )  # fmt: skip
-            for at, height, (_, _, _, word) in zip(x, mean, line, strict=True):
-                if not light:
-                    axes.annotate(word, (at, height), fontsize=4, xytext=(2, 2),
-                                  textcoords="offset points")  # fmt: skip
-        axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.set(title=title, xlabel=horizontal, ylabel=vertical)
-        axes.grid(alpha=0.25, linewidth=0.4)
-        axes.legend(fontsize=5.5, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        figure, several = plt.subplots(
+            1, len(panels), figsize=(8.6, 1.2 * HEIGHT), sharex=True, sharey=True,
+            layout="constrained", squeeze=False,
+        )  # fmt: skip
+        for axes, (heading, panel) in zip(several[0], panels.items(), strict=True):
+            for name, (x, mean, spread) in panel.items():
+                light, number, low = name in faded, names.index(name), mean < floor
+                axes.errorbar(
+                    max(x, least), floor if low else mean, yerr=0 if low else spread, label=name,
+                    color=colours[number % 20], marker="x" if light else "os^Dvph*"[number % 8],
+                    markersize=4, linestyle="", elinewidth=0.8, alpha=0.4 if light else 1.0,
+                    zorder=1 if light else 2, clip_on=False,
+                )  # fmt: skip
+                if low:
+                    axes.annotate(f"{mean:.0f} ↓", (max(x, least), floor), fontsize=5,
+                                  xytext=(3, 3), textcoords="offset points")  # fmt: skip
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+            axes.set(title=heading, xlabel=horizontal, ylim=(floor, top + 0.06 * (top - floor)))
+            axes.grid(alpha=0.25, linewidth=0.4)
+        several[0][0].set_ylabel(vertical)
+        figure.suptitle(title)
+        known = {
+            name: handle
+            for axes in several[0]
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+        }
+        figure.legend(
+            known.values(), known.keys(), fontsize=5.5, frameon=False, loc="outside right center"
+        )
         save_figure(figure, files)
 
 
