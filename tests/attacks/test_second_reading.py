@@ -26,7 +26,8 @@ from expunge.certificates.verification import find_differences
 from expunge.errors import InputError, UnlearningError
 from expunge.processes.adapters import describe_adapter
 from expunge.tasks.samples import Samples, number_ids
-from expunge.training.randomness import find_generators
+from expunge.training.holding import find_held
+from expunge.training.randomness import choose_generators
 from expunge.training.resuming import Keeper
 from expunge.training.shares import Shares
 from tests.attacks.test_exact_routes import edit
@@ -272,7 +273,7 @@ class ManyRows(list[tuple[str, int]]):
 def test_a_generator_behind_a_great_many_samples_is_found() -> None:
     """Nobody looks at more objects than there are limits for; samples are looked at last."""
     loader: Any = DataLoader(ManyRows(250_000))  # pyright: ignore[reportArgumentType]
-    assert len(find_generators(loader)) == 1
+    assert len(choose_generators(find_held(loader))) == 1
 
 
 # --- a stopped run of other data

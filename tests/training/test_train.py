@@ -19,7 +19,8 @@ from expunge.processes.weights import hash_weights
 from expunge.tasks import digits
 from expunge.training.batches import Batches
 from expunge.training.evaluation import evaluate
-from expunge.training.randomness import capture_random, find_generators, seeded_random
+from expunge.training.holding import find_held
+from expunge.training.randomness import capture_random, choose_generators, seeded_random
 from expunge.training.train import fine_tune, schedule_factor, train
 
 torch.set_num_threads(1)
@@ -265,7 +266,7 @@ def test_the_global_state_and_the_loaders_generators_are_streams_apart():
         sampler=torch.utils.data.RandomSampler(range(4), generator=torch.Generator()),
         generator=torch.Generator(),
     )
-    own = find_generators(loader)
+    own = choose_generators(find_held(loader))
     assert len(own) == 2
     before = [generator.get_state() for generator in own]
     drawn = list[list[float]]()

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from torch import Tensor
-
 from expunge.certificates.record import PublicTensors
 from expunge.errors import InputError
 from expunge.forgettable.constituents import Plan, list_every
 from expunge.noisy.fresh import find_fixed
 from expunge.noisy.model import Public, is_source, match_public, read_source
-from expunge.processes.weights import hash_weights
+from expunge.processes.weights import has_same_bits, hash_weights
 
 
 def find_public(plan: Plan, public: Public | None) -> PublicTensors | None:
@@ -40,7 +38,7 @@ def find_public(plan: Plan, public: Public | None) -> PublicTensors | None:
         given, source = read_source(cast(Any, public))
         compared = True
         for name in names:
-            if name not in given or not _has_same_bits(given[name], every[name]):
+            if name not in given or not has_same_bits(given[name], every[name]):
                 raise InputError(
                     f"{name} of build() is not that of the public tensors ({source}); what the "
                     "seed does not draw must be public bit for bit"
@@ -54,7 +52,3 @@ def list_fixed(plan: Plan) -> tuple[str, ...]:
     if one.keys() != two.keys():
         raise InputError("build() gives another network under another seed; it must not")
     return find_fixed(one, two)
-
-
-def _has_same_bits(one: Tensor, two: Tensor) -> bool:
-    return hash_weights({"": one.detach()}) == hash_weights({"": two})

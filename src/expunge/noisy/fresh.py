@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
@@ -24,7 +24,7 @@ from torch.nn.parameter import is_lazy
 from expunge.errors import InputError, UnlearningError
 from expunge.noisy.model import CertifiedModel, reset_statistics
 from expunge.processes.group import is_sharded
-from expunge.processes.weights import view_bytes
+from expunge.processes.weights import has_same_bits, shorten
 from expunge.training.randomness import derive_seed, seeded_random
 
 PUBLIC_SEED = "expunge"
@@ -81,20 +81,20 @@ def draw_fresh(certified: CertifiedModel, start: Initialisation) -> dict[str, Te
     seed, other = f"initialisation {start.seed}", f"another initialisation than {start.seed}"
     drawn = _draw(certified, start, seed, math.nan)
     repeated = _draw(certified, start, seed, 1.0)
-    differing = [name for name in drawn if not _has_same_bits(drawn[name], repeated[name])]
+    differing = [name for name in drawn if not has_same_bits(drawn[name], repeated[name])]
     if differing:
         raise UnlearningError(
-            f"{_list(differing)} {'is' if len(differing) == 1 else 'are'} not the same when "
+            f"{shorten(differing)} {'is' if len(differing) == 1 else 'are'} not the same when "
             "initialised twice under one seed, so something else is in there: the old weights, or "
             f"random numbers of its own; {_ADVICE}"
         )
     fixed = find_fixed(drawn, _draw(certified, start, other, math.nan))
     if fixed:
         raise UnlearningError(
-            f"{_list(fixed)} {'does' if len(fixed) == 1 else 'do'} not follow from the seed of the "
-            f"fresh initialisation ({start.how}), so the old model could be in there; if these are "
-            "public weights, give them all as the centre, else draw them from the global random "
-            "state"
+            f"{shorten(fixed)} {'does' if len(fixed) == 1 else 'do'} not follow from the seed of "
+            f"the fresh initialisation ({start.how}), so the old model could be in there; if these "
+            "are public weights, give them all as the centre, else draw them from the global "
+            "random state"
         )
     return drawn
 
@@ -278,15 +278,6 @@ def _agree(x: Tensor, y: Tensor) -> bool:
 def _is_plain(value: Tensor) -> bool:
     """Whether a number is one of at most three decimal digits, as its own dtype writes it."""
     return bool(torch.tensor(float(f"{float(value):.3g}"), dtype=value.dtype) == value)
-
-
-def _has_same_bits(one: Tensor, two: Tensor) -> bool:
-    return one.dtype is two.dtype and view_bytes(one) == view_bytes(two)
-
-
-def _list(names: Collection[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
 @contextmanager

@@ -38,11 +38,13 @@ from expunge.processes.weights import (
     check_name,
     cut_rows,
     find_nonfinite,
+    has_same_bits,
     hash_weights,
     list_tensors,
     move_model,
     name_dtype,
     refuse_copies,
+    shorten,
     to_local,
 )
 from expunge.training.batches import move_batch
@@ -212,7 +214,7 @@ def check_source(model: nn.Module, public: Public | None, processes: Processes) 
     source, told = read_source(cast(Any, public))
     trained = [(p, source.get(name)) for name, p in model.named_parameters() if p.requires_grad]
     pairs = [(p, c) for p, c in trained if c is not None and c.shape == p.shape]
-    if pairs and all(_same_bits(p, cut_rows(c, p, processes)) for p, c in pairs):
+    if pairs and all(has_same_bits(p, cut_rows(c, p, processes)) for p, c in pairs):
         raise InputError(
             f"public ({told}) is the old model with its trained weights, so that comparing with "
             "it says nothing; it must be the public weights that training started from"
@@ -232,7 +234,7 @@ def check_unchanged(certified: CertifiedModel) -> None:
     """Refuse a public tensor that training changed: it remembers what nobody declared."""
     now = list_uncertified(certified.model)
     for name, tensor in certified.kept.items():
-        if not _same_bits(tensor, now[name]):
+        if not has_same_bits(tensor, now[name]):
             raise UnlearningError(
                 f"{name} was declared public but changed during training, so it carries what the "
                 "certificate does not cover; freeze the module that writes it, or replace it"
@@ -319,7 +321,7 @@ def reset_statistics(certified: CertifiedModel) -> None:
             module.reset_running_stats()
             found.append({name: b.clone() for name, b in module.named_buffers(recurse=False)})
         for name in found[0]:
-            if not _same_bits(found[0][name], found[1][name]):
+            if not has_same_bits(found[0][name], found[1][name]):
                 raise UnlearningError(
                     f"{path}.{name} is not reset by reset_running_stats of {type(module).__name__};"
                     " use a normalisation that resets all its buffers"
@@ -422,13 +424,13 @@ def _compare(
         for given in found:
             whole = held[name].shape == given.shape
             own = cut_rows(given, held[name], processes) if whole else given
-            if not _same_bits(to_local(held[name].detach()), to_local(own)):
+            if not has_same_bits(held[name], own):
                 differing.append(name)
                 break
     if missing or differing:
         what = "is not in" if missing else "differs from"
         raise UnlearningError(
-            f"{_list(missing or differing)} {what} the public tensors ({told}); what is not "
+            f"{shorten(missing or differing)} {what} the public tensors ({told}); what is not "
             "certified must be public bit for bit: train it (requires_grad=True), put the public "
             "values back, or declare by name what is public for another reason"
         )
@@ -456,14 +458,6 @@ def read_source(
                 if not isinstance(tensor, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise InputError.of(f"public[{name!r}]", tensor, "a tensor")
             return public, "a state_dict"
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """The same shape, dtype and bytes, wherever they lie."""
-    if a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    flat = [to_local(t.detach()).cpu().contiguous().reshape(-1) for t in (a, b)]
-    return torch.equal(flat[0].view(torch.uint8), flat[1].view(torch.uint8))
 
 
 def list_aliases(model: nn.Module) -> dict[int, list[str]]:
@@ -541,15 +535,11 @@ def _is_frozen(module: nn.Module) -> bool:
     return not module.training and not trainable
 
 
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def _refusal(names: list[str]) -> str:
     verb = "is" if len(names) == 1 else "are"
     return (
-        f"{_list(names)} {verb} not certified: no noise covers frozen parameters and buffers, and "
-        "the original training may have filled them from the forget data; pass public= (a "
+        f"{shorten(names)} {verb} not certified: no noise covers frozen parameters and buffers, "
+        "and the original training may have filled them from the forget data; pass public= (a "
         "state_dict, module or file of public weights to compare with, or names and patterns that "
         "you declare public), buffers='reset' for running statistics, or use GroupNorm or "
         "LayerNorm"

@@ -11,7 +11,7 @@ are on their way at once, each to its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,10 +90,10 @@ def find_copied(old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> str:
     telling = [name for name in telling if old[name].numel() > 2]
     same = [name for name in telling if _is_same(old[name], new[name])]
     if same:
-        return f"{_shorten(same)} {'is' if len(same) == 1 else 'are'} bit for bit that of"
+        return f"{shorten(same)} {'is' if len(same) == 1 else 'are'} bit for bit that of"
     near = [name for name in telling if is_multiple([old[name]], [new[name]])]
     if 2 * sum(old[n].numel() for n in near) >= sum(t.numel() for t in old.values()):
-        return f"{_shorten(near)} {'is' if len(near) == 1 else 'are'} that of" if near else ""
+        return f"{shorten(near)} {'is' if len(near) == 1 else 'are'} that of" if near else ""
     return ""
 
 
@@ -105,7 +105,12 @@ def _is_same(old: Tensor, new: Tensor) -> bool:
     return any(torch.equal(old.to(kind), new.to(kind)) for kind in (new.dtype, *kinds))
 
 
-def _shorten(names: list[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are.
+
+    >>> shorten("abcde")
+    'a, b, c and 2 more'
+    """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -297,6 +302,19 @@ def name_dtype(name: str, tensor: Tensor) -> str:
             "only dense tensors of a dtype that safetensors holds can be hashed and saved"
         )
     return _NAMES[tensor.dtype]
+
+
+def has_same_bits(one: Tensor, two: Tensor) -> bool:
+    """The same shape, dtype and bytes, wherever they lie; of what is sharded, of the rows here.
+
+    >>> has_same_bits(torch.zeros(2), -torch.zeros(2)), has_same_bits(torch.ones(2), torch.ones(2))
+    (False, True)
+    """
+    a, b = (to_local(tensor.detach()) for tensor in (one, two))
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    flat = [tensor.cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)]
+    return torch.equal(*flat)
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

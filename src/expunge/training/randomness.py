@@ -113,16 +113,12 @@ def untouched_random() -> Generator[None]:
         restore_random(state)
 
 
-def find_generators(loader: object) -> list[RandomSource]:
-    """The generators of torch, NumPy and Python that a loader and all that it holds draw from.
+def choose_generators(held: Iterable[object]) -> list[RandomSource]:
+    """The generators of torch, NumPy and Python among the objects that somebody holds.
 
-    >>> len(find_generators(torch.utils.data.DataLoader([1], generator=torch.Generator())))
+    >>> len(choose_generators(find_held(DataLoader([1], generator=torch.Generator()))))
     1
     """
-    return _choose_generators(find_held(loader))
-
-
-def _choose_generators(held: Iterable[object]) -> list[RandomSource]:
     found = (item for item in held if isinstance(item, RandomSource))
     return [item for item in found if not isinstance(item, random.SystemRandom)]
 
@@ -173,7 +169,7 @@ def seeded_random(seed: int, loader: object = None) -> Generator[None]:
         _dismiss_workers(held)
         states = [
             (source, _swap_state(source, derive_seed(f"generator {number} of {seed}")))
-            for number, source in enumerate(_choose_generators(held))
+            for number, source in enumerate(choose_generators(held))
         ]
         try:
             yield
