@@ -180,7 +180,8 @@ def plot(task: str, options: Options) -> None:
         vertical="test accuracy (%)",
         files=[options.out / f"figure_routes_{task}.{kind}" for kind in ("png", "svg")],
     )
-    text = tabulate(task, options.out)
+    picture = f"![{TASKS[task].title}](results/figure_routes_{task}.png)"
+    text = f"{picture}\n\n{tabulate(task, options.out)}"
     (options.out / f"figure_routes_{task}.md").write_text(text, encoding="utf-8")
     print(text)
 
