@@ -197,7 +197,7 @@ def test_a_copy_of_shards_brings_nobody_back(ledger: expunge.Ledger, tmp_path: P
     ledger.register("parts", folder / "state")
     ledger.request("p3", model="parts")
     ledger.work("parts")
-    with pytest.raises(expunge.InputError, match="holds people whom that forgot"):
+    with pytest.raises(expunge.InputError, match="holds whom that forgot"):
         ledger.register("again", tmp_path / "backup")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import select, update
 
@@ -70,22 +69,13 @@ def replay(worker: Worker, name: str) -> Done:
             raise InputError.of("model", name, "one with a state: a job keeps the forgotten out")
         if model.retired is not None:
             raise InputError.of("model", name, f"another: it was retired on {model.retired[:10]}")
-        found = check_state(worker, model.path)
-        if found.returned:
-            with writing(worker.engine) as connection:
-                begin_replay(connection, model, list(found.returned))
-        done = finish_begun(worker, model) or Done(name)
-        left = check_state(worker, model.path).returned
-        return replay_again(worker, model, left) if left else done
-
-
-def replay_again(worker: Worker, model: Any, returned: tuple[int, ...]) -> Done:
-    """A release that was on disk already could name nobody more: the next one does."""
-    with writing(worker.engine) as connection:
-        begin_replay(connection, model, list(returned))
-    done = finish_begun(worker, model)
-    assert done is not None
-    return done
+        done = Done(name)
+        for _ in range(2):  # a release that was on disk already names nobody more: the next does
+            if returned := check_state(worker, model.path).returned:
+                with writing(worker.engine) as connection:
+                    begin_replay(connection, model, list(returned))
+            done = finish_begun(worker, model) or done
+        return done
 
 
 def readmit(worker: Worker, number: int, model: str) -> None:

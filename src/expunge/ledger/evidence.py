@@ -44,8 +44,8 @@ def check_release(
         if differences := find_differences(path, record):
             raise VerificationError(f"{path} does not hold: " + "; ".join(differences))
         found = Certificate.load(path)
-    if certificate is not None and hash_file(path) != certificate:
-        raise VerificationError(f"{path} is not the certificate that the ledger knows")
+    if certificate is not None:
+        check_hash(path, certificate)
     forget = RunRecord.load(record).forget
     if forget is None or not opens(forget, set(people)):
         raise VerificationError(f"{path} holds, but does not name the people of these requests")
@@ -57,6 +57,12 @@ def check_release(
 def hash_file(path: Path) -> str:
     """SHA-256 of a certificate's file, as its child names it."""
     return hashlib.sha256(read_limited(path, 100_000_000, "certificate")).hexdigest()
+
+
+def check_hash(path: Path, certificate: str) -> None:
+    """Refuse a certificate that is not the one of this SHA-256."""
+    if hash_file(path) != certificate:
+        raise VerificationError(f"{path} is not the certificate that the ledger knows")
 
 
 def write_anchor(directory: Path, anchor: Anchor) -> None:

@@ -15,11 +15,11 @@ from sqlalchemy import select
 
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.verification import find_differences
-from expunge.errors import InputError, VerificationError
+from expunge.errors import InputError
 from expunge.files import to_plain
 from expunge.ledger.chain import START, Event, list_events, read_anchor
 from expunge.ledger.database import reading
-from expunge.ledger.evidence import hash_file
+from expunge.ledger.evidence import check_hash
 from expunge.ledger.leases import Worker
 from expunge.ledger.requests import Request, list_requests
 from expunge.ledger.schema import RELEASES
@@ -82,7 +82,7 @@ def _collect(folder: str, certificate: str, known: dict[str, Path]) -> dict[str,
 
     directory = known[certificate]
     path = directory / "certificate.json"
-    _check_hash(path, certificate)
+    check_hash(path, certificate)
     if differences := find_differences(path):
         raise InputError(f"{path} does not hold: " + "; ".join(differences))
     files = {f"{folder}/certificate.json": path.read_bytes()}
@@ -97,15 +97,10 @@ def _collect(folder: str, certificate: str, known: dict[str, Path]) -> dict[str,
         above = known[parent] / "certificate.json"
         if not above.is_file():
             break
-        _check_hash(above, parent)
+        check_hash(above, parent)
         files[f"{folder}/chain/{known[parent].name}.json"] = above.read_bytes()
         parent = Certificate.load(above).parent
     return files
-
-
-def _check_hash(path: Path, certificate: str) -> None:
-    if hash_file(path) != certificate:
-        raise VerificationError(f"{path} is not the certificate that the ledger knows")
 
 
 def _explain(requests: tuple[Request, ...], names: list[str]) -> str:

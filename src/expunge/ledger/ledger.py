@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from expunge.ledger.verification import Verified
 
 
-_COPY = "it holds people whom that forgot"
-
-
 class Ledger:
     """Requests of people, the models that may hold them, and the releases that answer them.
 
@@ -127,7 +124,7 @@ class Ledger:
         Registering a job again says so of weights that are new.
         """
         seen = _look_into(Path(state).absolute())
-        if seen is None:
+        if (Path(state) / "meta.json").is_file():
             self._check_copy(Path(state).absolute())
         with writing(self.engine) as connection:
             register_model(connection, name, state, releases)
@@ -146,10 +143,9 @@ class Ledger:
             same = select(MODELS).where(MODELS.c.identity == identify("state", path))
             for row in connection.execute(same.where(MODELS.c.path != str(path))).all():
                 forgotten = list_forgotten(read_finished(connection, self.key, row))
-                if find_standing("state", path, sorted(forgotten)).held:
-                    raise InputError.of(
-                        "state", str(path), f"no copy of that of {row.name}: {_COPY}"
-                    )
+                if forgotten and find_standing("state", path, sorted(forgotten)).held:
+                    valid = f"no copy of that of the model {row.name}: it holds whom that forgot"
+                    raise InputError.of("state", str(path), valid)
 
     def request(
         self,
