@@ -235,3 +235,24 @@ def test_two_people_on_the_input_are_not_one(ledger: expunge.Ledger) -> None:
     assert ledger.requests() == ()
     assert CliRunner().invoke(app, words, input="person-1\r\n").exit_code == 0
     assert len(ledger.requests()) == 1
+
+
+def test_a_ledger_copied_with_its_key_is_found(ledger: expunge.Ledger, tmp_path: Path) -> None:
+    """Two ledgers at work on one state: neither knows the releases of the other."""
+    (tmp_path / "copy").mkdir()
+    ledger.close()
+    for name in ("ledger.db", "ledger.db.key", "ledger.db.key.anchor"):
+        shutil.copy(tmp_path / name, tmp_path / "copy" / name)
+    ledger.request("person-1")
+    ledger.work()
+    with expunge.Ledger(f"sqlite:///{tmp_path}/copy/ledger.db") as copy:
+        copy.request("person-2")
+        (done,) = copy.work()
+        assert (done.release, done.forgotten) == (2, 1)
+        with pytest.raises(expunge.VerificationError, match="release that this ledger does not"):
+            copy.verify()
+    with pytest.raises(expunge.VerificationError, match="0002 is a release that this ledger does"):
+        ledger.verify()
+    ledger.request("person-2")  # gone from the state, and answered by a certificate all the same
+    (done,) = ledger.work()
+    assert (done.release, done.forgotten, ledger.get(2).answer) == (3, 1, "forgotten")
