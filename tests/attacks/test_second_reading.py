@@ -321,6 +321,36 @@ def test_with_identifiers_the_state_is_of_those_people(tmp_path: Path) -> None:
     assert expunge.retrain(old, first, retain_ids=IDS[:4], **given).record.resumed == 1
 
 
+def test_a_state_of_another_start_is_not_gone_on_from(tmp_path: Path) -> None:
+    """The same data, people and options: only where the training began differs."""
+    old, rows = nn.Linear(4, 3), expunge.Batches(X, Y, batch_size=2, ids=IDS)
+    given: dict[str, Any] = OPTIONS | {"keeper": Keeper(tmp_path / "state.safetensors", {}, 0)}
+    one, other = (expunge.GaussianInitialisation(std) for std in (0.1, 0.2))
+    with pytest.raises(KeyboardInterrupt):
+        expunge.retrain(old, rows, initialise=one, on_step=stop, **given)
+    with pytest.raises(InputError, match="belongs to another training: its with start is"):
+        expunge.retrain(old, rows, initialise=other, **given)
+    assert expunge.retrain(old, rows, initialise=one, **given).record.resumed == 1
+
+
+class Remembering(nn.Linear):
+    """A public buffer into which the forward pass writes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("memory", torch.zeros(4))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.get_buffer("memory").add_(input.detach().sum(0))
+        return super().forward(input)
+
+
+def test_a_public_buffer_that_retraining_writes_to_is_no_release() -> None:
+    for public in (["memory"], {"memory": torch.zeros(4)}):
+        with pytest.raises(UnlearningError, match="memory was declared public but changed during"):
+            expunge.retrain(Remembering(), [(X, Y)], public=public, **OPTIONS)
+
+
 # --- starts that are not fresh, in tensors too small to tell alone
 
 
