@@ -36,7 +36,11 @@ def print_preview(found: Preview) -> None:
     if found.why is not None:
         _echo(f"route: {found.route}. {found.why}\n")
     if found.route == "state":
-        took = "" if found.seconds is None else f", in about {found.seconds:,.2f} s here"
+        took = (
+            ""
+            if found.seconds is None
+            else f", in about {found.seconds:,.2f} s here, writing aside"
+        )
         _echo(f"  {found.forget:,} examples are forgotten{took}; epsilon = 0.")
         _echo(f"  It would write {found.directory}; this was a dry run and wrote nothing.")
         return

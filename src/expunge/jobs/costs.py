@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from expunge.errors import UnlearningError
-from expunge.forgettable.constituents import Plan
+from expunge.forgettable.constituents import Plan, find_behaviour
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features, make_probe
 from expunge.forgettable.folders import Folder
@@ -36,6 +36,7 @@ from expunge.jobs.tables import HeadJob, ShardsJob
 from expunge.jobs.timing import SECONDS, Clock, Enough
 from expunge.training.train import train
 
+SELF_TESTS = 2  # when a state is opened; before and after its training
 FEW, SOME, MANY = 32, 96, 1000  # rows through a network, and of a head's random numbers
 
 
@@ -143,13 +144,18 @@ def time_shards(plan: Plan, like: Examples, count: int) -> float:
 
 
 def time_state(request: Request) -> float | None:
-    """Seconds of a request to a state: of shards, the part of training that its people touch."""
+    """Seconds of a request to a state, without its files: of shards, the part of training that its
+    people touch, and the self-tests around it."""
     if holds_shards(request.state):
         with open_shards(request.state) as ensemble:
             counts = ensemble.count_samples()
             shard, slices = counts.index(max(counts)), ensemble.plan.assignment.slices
             some = Folder(request.state).read_slices(shard, slices)
-            return ensemble.measure(request.ids) * time_shards(ensemble.plan, some, sum(counts))
+            training = time_shards(ensemble.plan, some, sum(counts))
+            began = time.perf_counter()
+            find_behaviour(ensemble.plan, some)
+            testing = time.perf_counter() - began
+            return ensemble.measure(request.ids) * training + SELF_TESTS * testing
     found = _time_memory(open_memory(request.state))
     return None if found is None else found.request
 

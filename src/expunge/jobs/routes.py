@@ -288,6 +288,8 @@ def _read_head(made: HeadJobFile, job: HeadJob, then: str) -> Setting:
             "Measured here: the network on a few random rows, and a head of that width, which "
             f"forgets one. Learning all {len(ids):,} examples anew takes about {found.anew:,.2f} s."
         )
+        if job.method.name == "convex-head":
+            told += " Real features can take several times as many passes as random ones."
     network = job.model.build is not None
     return Setting(None, routes, then, network=network, route=job.method.name, assumption=told)
 
