@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from expunge.errors import CertificateError, InputError
-from expunge.files import open_regular, read_limited, write_atomic
+from expunge.files import open_regular, read_limited, refuse_twice, write_atomic
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -296,7 +296,7 @@ def _parse_header(
     header: bytes, path: str | Path
 ) -> tuple[Mapping[str, object], Mapping[str, str] | None]:
     try:
-        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=_unique_keys)
+        parsed = json.loads(header.decode("utf-8"), object_pairs_hook=refuse_twice)
         json.dumps(parsed, ensure_ascii=False).encode("utf-8")  # a lone surrogate cannot be written
     except (ValueError, RecursionError) as error:
         raise CertificateError(f"weights {path} have an unusable header: {error}") from None
@@ -310,13 +310,6 @@ def _parse_header(
     if not all(isinstance(k, str) and isinstance(v, str) for k, v in pairs.items()):
         raise CertificateError(f"weights {path} have metadata that is not text by name")
     return data, cast(dict[str, str], pairs)
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return found
 
 
 def _parse_entry(name: str, info: object, path: str | Path) -> Entry:
