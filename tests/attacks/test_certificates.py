@@ -17,6 +17,7 @@ from expunge.certificates.identifiers import commit, commit_disjoint
 from expunge.certificates.record import PublicTensors, RunRecord
 from expunge.certificates.signing import generate_key_pair, read_public_key
 from expunge.certificates.verification import verify
+from expunge.certificates.wording import derive_scope
 from expunge.errors import CertificateError, InputError, UnlearningError, VerificationError
 from expunge.recipes import GradientClipping
 from handmade import (
@@ -78,7 +79,6 @@ def test_a_smaller_epsilon_than_the_recipe_gives(tmp_path) -> None:
     [
         ({"device": "cuda"}, "device is 'cuda'"),
         ({"gradient_evaluations": 1}, "gradient_evaluations is 1"),
-        ({"finetune": None}, "finetune.epochs is None"),
         ({"initialisation": "torch 7"}, "initialisation is 'torch 7'"),
         ({"versions": {}}, "versions"),
         ({"created": "2025-11-15T23:00:00+00:00"}, "created is"),
@@ -86,20 +86,27 @@ def test_a_smaller_epsilon_than_the_recipe_gives(tmp_path) -> None:
 )
 def test_any_field_that_the_record_does_not_give(change, named, tmp_path) -> None:
     path, certificate = make_run(tmp_path)
-    forged = rewrite(certificate, **change)
-    if "finetune" in change:
-        scope = derive_scope_of(forged)
-        forged = rewrite(forged, scope=scope)
-    write(tmp_path, forged)
+    write(tmp_path, rewrite(certificate, **change))
     verify(path)
     with pytest.raises(VerificationError, match=named):
         verify(path, record=tmp_path / "record.json")
 
 
-def derive_scope_of(certificate: Certificate) -> dict[str, Any]:
-    from expunge.certificates.wording import derive_scope
-
-    return derive_scope(certificate).model_dump(mode="json")
+def test_a_fine_tuning_that_is_not_told(tmp_path) -> None:
+    """Other epochs than the record's need the record; none at all cannot have changed weights."""
+    path, certificate = make_run(tmp_path)
+    assert certificate.finetune is not None
+    told = certificate.finetune.model_dump(mode="json")
+    write(tmp_path, rewrite(certificate, finetune=told | {"epochs": 9.0}))
+    verify(path)
+    with pytest.raises(VerificationError, match=r"finetune.epochs is 9"):
+        verify(path, record=tmp_path / "record.json")
+    forged = rewrite(certificate, finetune=None)
+    scope = derive_scope(forged).model_dump(mode="json")
+    write(tmp_path, rewrite(forged, scope=scope))
+    for record, named in ((None, "no fine-tuning is recorded"), ("record.json", "finetune.epochs")):
+        with pytest.raises(VerificationError, match=named):
+            verify(path, record=record and tmp_path / record)
 
 
 def test_a_later_record_under_a_certificate_of_version_1(tmp_path) -> None:
@@ -171,7 +178,7 @@ def test_public_tensors_are_named_and_said_to_be_compared_or_not(compared, tmp_p
     claimed = json.loads(certificate.to_bytes())["weights"]
     claimed["public"]["compared"] = not compared
     forged = rewrite(certificate, weights=claimed)
-    write(tmp_path, rewrite(forged, scope=derive_scope_of(forged)))
+    write(tmp_path, rewrite(forged, scope=derive_scope(forged).model_dump(mode="json")))
     with pytest.raises(VerificationError, match=r"weights.public.compared is"):
         verify(path, record=tmp_path / "record.json")
 
