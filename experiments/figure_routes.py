@@ -100,7 +100,7 @@ def find_trial(
 ) -> Case | None:
     """The next rate to try, with the first seed and a tenth forgotten; None when the best is not
     the smallest or the largest that was tried, and for routes that have no rate of their own."""
-    if not route.tuned or route.control:
+    if not route.tuned or route.tuned_as != route.name:
         return None
     tried = read_trials(route, done)
     left = [rate for rate in rates if rate not in tried]
@@ -113,7 +113,7 @@ def find_trial(
 
 
 def read_trials(route: Route, done: dict[str, Any]) -> dict[float, float]:
-    """Accuracy on validation data by rate; a control has those of the arm it controls."""
+    """Accuracy on validation data by rate, of the arm for which it is chosen."""
     arm = next(each for each in list_routes() if each.name == route.tuned_as)
     keys = {rate: Case(arm, "tenth", 0, rate).key for rate in LADDER}
     return {rate: done[key].get("validation", 0.0) for rate, key in keys.items() if key in done}
@@ -323,9 +323,9 @@ def claim_noisy(about: Task, entries: Entries) -> Row | None:
 def claim_controls(about: Task, entries: Entries) -> Row | None:
     """What the noisy runs keep of the old model: nothing that three seeds can see."""
     found = {
-        route.tuned_as: compare(
+        route.controls: compare(
             [entry for entry in entries if "test" in entry],
-            {"route": route.tuned_as}, {"route": route.name}, size="tenth",
+            {"route": route.controls}, {"route": route.name}, size="tenth",
         )
         for route in list_routes()
         if route.control

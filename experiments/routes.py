@@ -8,7 +8,8 @@ retraining               the network trained again on what remains, at the best 
 noisy, zero              the paper's three methods with radii for which (1, 1e-5) is true, then
                          fine-tuning: at the best of the same rates
 noisy, initialisation    the same around a fresh initialisation under a public seed, with the radii
-                         of expunge.plan: a tenth of the smallest layer is left as noise
+                         of expunge.plan: a tenth of the smallest layer is left as noise; then
+                         fine-tuning at retraining's rate
 … control                both started at their centre, at the same rate: they never see the old
                          model, and are run for a tenth only
 statistics, convex       heads on public features, learned before; convex from zero (exact) and
@@ -78,8 +79,9 @@ PAPERS = ("gradient-clipping", "model-clipping", "output-perturbation")
 
 @dataclass(frozen=True, order=True)
 class Route:
-    """One arm. ``tuned``: it has a learning rate, chosen on validation data; a control has that of
-    the arm it controls. ``sizes``: the requests it answers."""
+    """One arm. ``tuned``: it has a learning rate, chosen on validation data: ``tuned_as`` names the
+    arm for which. A control has that of the arm it controls, noise around an initialisation that of
+    retraining from there. ``sizes``: the requests it answers."""
 
     name: str
     kind: Kind
@@ -97,6 +99,12 @@ class Route:
 
     @property
     def tuned_as(self) -> str:
+        if self.centre == "initialisation":
+            return "retraining"
+        return self.name.removesuffix(", control")
+
+    @property
+    def controls(self) -> str:
         return self.name.removesuffix(", control")
 
     @property

@@ -64,6 +64,9 @@ def test_the_rate_is_the_best_on_validation_data_and_no_end_of_the_grid(tmp_path
     assert {case.rate for case in list_cases(exact, 1, store)} == {0.0}
     assert find_trial(exact, (0.1,), store.read()) is None
 
+    fresh = next(route for route in routes if route.centre == "initialisation")
+    assert find_trial(fresh, (0.1,), store.read()) is None
+    assert {case.rate for case in list_cases(fresh, 1, store)} == {1.0}, "retraining's"
     control = next(route for route in routes if route.name == f"{clipping.name}, control")
     assert find_trial(control, (0.1,), store.read()) is None
     store.add({"key": Case(clipping, "tenth", 0, 0.1).key, "validation": 1.0})
