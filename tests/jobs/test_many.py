@@ -255,7 +255,8 @@ def test_on_ray_a_worker_that_dies_is_replaced_and_nothing_else_is_tried_again(
 def cluster():
     """A Ray of another process, as on a cluster: its address."""
     script = (
-        "import sys, ray\n"
+        "import signal, sys, ray\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a job behind &\n"
         "ray.init(address='local', num_cpus=2, include_dashboard=False, logging_level='ERROR',\n"
         "         object_store_memory=80_000_000, log_to_driver=False)\n"
         "print(ray.get_runtime_context().gcs_address, flush=True)\n"

@@ -312,7 +312,12 @@ def _hearing() -> Generator[Callable[[], None]]:
 
 
 def unpack_and_attempt(places: list[str], packed: bytes) -> tuple[Any, str | None, float]:
-    """What a worker runs: it imports from where the caller does, after its own places."""
+    """What a worker runs: it imports from where the caller does, after its own places.
+
+    It can be asked to stop, also where all is started behind ``&``, with the interrupt ignored.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.extend(place for place in places if place not in sys.path)
     function, argument = pickle.loads(packed)
     return attempt(function, argument)
