@@ -47,7 +47,7 @@ class Setting:
 SETTINGS = {
     "mnist": Setting(30, 0.06),
     "cifar10": Setting(100, 0.1),
-    "cifar100": Setting(15, 0.1),
+    "cifar100": Setting(5, 0.1),
     "crossed_cifar10": Setting(100, 0.1),
     "transfer_cifar10": Setting(100, 0.1),
     "transfer_cifar100": Setting(100, 0.1),
