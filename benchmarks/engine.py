@@ -155,7 +155,7 @@ def _compare_updates() -> list[dict[str, Any]]:
             "torch.randn": _torch_randn(LARGE),
             "copy": _copy(LARGE),
         },
-        repeats=5,
+        repeats=3,
     )
     name = f"noisy update of {LARGE:,} / Philox normals"
     return [

@@ -352,7 +352,7 @@ def _conclude(
         return None
     shown = [f"{k}: {v if isinstance(v, Difference) else f'{v:.3g}'}" for k, v in found.items()]
     failed = [k for k, v in found.items() if not holds(v)]
-    verdict = "holds" if not failed else f"**fails**: {', '.join(failed)}"
+    verdict = "holds" if not failed else f"**fails**: {'; '.join(failed)}"
     return [what, target, "; ".join(shown), verdict]
 
 
