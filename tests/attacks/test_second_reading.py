@@ -440,7 +440,8 @@ def test_start_clip_and_decay_are_around_the_centre_of_an_initialisation() -> No
 
 
 def test_ranks_that_training_chose_are_not_released_with_an_adapter() -> None:
-    peft: Any = pytest.importorskip("peft")
+    import peft
+
     base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     config = peft.AdaLoraConfig(
         target_modules=["0"], init_r=4, target_r=2, total_step=10, tinit=1, tfinal=2
@@ -497,3 +498,44 @@ def test_a_constituent_draws_nothing_that_another_left(deterministic: bool) -> N
     never = learn([i for i in range(24) if i not in first[:4]])
     run = whole.forget([people[i] for i in first[:4]])
     assert run.record.weights_after == never.release().record.weights_after
+
+
+# --- other weights, and a person who is back, under a certificate that was made before
+
+
+def test_weights_or_people_that_come_back_after_the_certificate(tmp_path: Path) -> None:
+    x, y = torch.randn(40, 6), torch.arange(40) % 3
+    ids = [f"p{i}" for i in range(40)]
+    head = expunge.StatisticsHead(expunge.Features(None), classes=3)
+    head.learn((x, y), ids=ids)
+    old = head.release()
+    run = head.forget(ids[:4])
+    certificate = expunge.certify(run.record, delta=1e-5)
+    with pytest.warns(UserWarning, match="forgotten before, and learned again"):
+        head.learn((x[:1], y[:1]), ids=ids[:1])
+    back = head.release()
+    for other in (old, back):
+        for record in (run.record, other.record):
+            with pytest.raises(expunge.ExpungeError, match="not the weights the certificate"):
+                expunge.write_run(
+                    tmp_path / "run", model=other.model, record=record, certificate=certificate
+                )
+    assert not (tmp_path / "run").exists()
+    assert expunge.certify(back.record, delta=1e-5, parent=certificate).data.forget is None
+
+
+def test_the_old_weights_put_into_the_module_after_the_certificate(tmp_path: Path) -> None:
+    model, x, y = nn.Linear(6, 3), torch.randn(20, 6), torch.arange(20) % 3
+    recipe = expunge.OutputPerturbation(start_clip=0.1, noise_std=1.0)
+    batches = expunge.Batches(x, y, batch_size=5, ids=[f"p{i}" for i in range(20)])
+    run = expunge.unlearn(
+        model, batches, recipe, loss_fn=nn.functional.cross_entropy, forget_ids=["gone"]
+    )
+    certificate = expunge.certify(run.record, delta=1e-5)
+    with torch.no_grad():
+        run.model.weight.copy_(model.weight)
+    with pytest.raises(expunge.ExpungeError, match="not the weights the certificate"):
+        expunge.write_run(
+            tmp_path / "run", model=run.model, record=run.record, certificate=certificate
+        )
+    assert not (tmp_path / "run").exists()
