@@ -188,6 +188,15 @@ def _show_transfer(name: str, total: int | None, done: int) -> Generator[Callabl
         yield lambda step: bar.advance(task, step)
 
 
+def _is_named(name: Path, part: BufferedRandom) -> bool:
+    """Whether the open file is still the one of that name: another process may rename it at any
+    moment."""
+    try:
+        return name.stat().st_ino == os.fstat(part.fileno()).st_ino
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def _locked_part(path: Path) -> Generator[BufferedRandom]:
     """``path.part`` open for appending, held by one process at a time, removed if left empty."""
@@ -196,13 +205,13 @@ def _locked_part(path: Path) -> Generator[BufferedRandom]:
         part = name.open("a+b")
         if sys.platform != "win32":
             fcntl.flock(part, fcntl.LOCK_EX)
-        if name.exists() and name.stat().st_ino == os.fstat(part.fileno()).st_ino:
+        if _is_named(name, part):
             break
         part.close()
     try:
         yield part
     finally:
         part.flush()
-        if name.exists() and os.fstat(part.fileno()).st_size == 0:
-            name.unlink()
+        if os.fstat(part.fileno()).st_size == 0:
+            name.unlink(missing_ok=True)
         part.close()
