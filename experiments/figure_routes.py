@@ -22,7 +22,7 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from options import Options, drive
-from plots import draw_panels
+from plots import COLOURS, draw_panels
 from problems import load_problem
 from routes import SIZES, Case, Ground, Route, Size, answer, list_routes
 from runs import Store, find_commit
@@ -38,7 +38,14 @@ from summary import Difference, Mean, compare, make_table
 
 LADDER = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 RATES = LADDER[2:6]
-SEEDS = {"retraining": 5, "statistics": 5}  # of others 3
+SEEDS = {"retraining": 5, "statistics": 5}  # of other kinds 3
+MORE_SEEDS = {"retraining": 12, "statistics": 12, "convex": 12}  # where routes lie close together
+ROUTE_COLOURS = COLOURS | {
+    "retraining": "#000000",
+    "statistics": "#D55E00",
+    "convex": "#56B4E9",
+    "shards": "#8C564B",
+}
 Entries = list[dict[str, Any]]
 
 
@@ -46,7 +53,8 @@ Entries = list[dict[str, Any]]
 class Task:
     """Where networks and heads run, passes of a training, λ of exact statistics plain and lifted
     (the best on validation data in table_heads.py), whether there are public features from
-    elsewhere (then the claims of heads apply), and how many models must forget."""
+    elsewhere (then the claims of heads apply), how many models must forget, and how many seeds the
+    kinds of routes have."""
 
     title: str
     network: str
@@ -55,6 +63,11 @@ class Task:
     ridge: tuple[float, float]
     public: bool
     model_seeds: int = 3
+    seeds: Mapping[str, int] = field(default_factory=lambda: SEEDS)
+
+    def runs(self, route: Route) -> bool:
+        """Whether a route is run here: the longer training, where the others have one pass."""
+        return route.times == 1 or self.epochs == 1
 
 
 LIFT = 4_096
@@ -64,7 +77,7 @@ TASKS = {
     **{
         f"features_{name}": Task(f"{title} on public features", *(f"features_{name}",) * 2, *given)
         for name, title, *given in (
-            ("cifar10", "CIFAR-10", 25, (1e-6, 1e-6), True),
+            ("cifar10", "CIFAR-10", 25, (1e-6, 1e-6), True, 3, MORE_SEEDS),
             ("cifar100", "CIFAR-100", 25, (1e-8, 1e-7), True),
         )
     },
@@ -75,18 +88,19 @@ TASKS = {
 
 def run(task: str, options: Options) -> None:
     """Whatever is missing: the rates, then all cases."""
-    store = Store(options.out, f"routes_{task}")
+    store, about = Store(options.out, f"routes_{task}"), TASKS[task]
+    routes = [route for route in list_routes() if about.runs(route)]
     rates = LADDER[4:6] if options.smoke else RATES
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        for route in list_routes():
+        for route in routes:
             while case := find_trial(route, rates, store.read(), widen=not options.smoke):
                 if options.arms not in case.key:
                     break
                 run_cases(task, options, store, [case])
-        for route in list_routes():
-            seeds = options.seeds or (2 if options.smoke else SEEDS.get(route.kind, 3))
+        for route in routes:
+            seeds = options.seeds or (2 if options.smoke else about.seeds.get(route.kind, 3))
             cases = list_cases(route, seeds, store)
             if route.kind == "noisy" and not options.full:
                 cases = [case for case in cases if case.size == "tenth"]
@@ -99,10 +113,13 @@ def find_trial(
     route: Route, rates: tuple[float, ...], done: dict[str, Any], *, widen: bool = True
 ) -> Case | None:
     """The next rate to try, with the first seed and a tenth forgotten; None when the best is not
-    the smallest or the largest that was tried, and for routes that have no rate of their own."""
+    the smallest or the largest that was tried, and for routes that have no rate of their own. A
+    longer training begins at the best rate of the shorter one."""
     if not route.tuned or route.tuned_as != route.name:
         return None
     tried = read_trials(route, done)
+    if route.times > 1:
+        rates = (choose_rate(_find("retraining"), done) or rates[-1],)
     left = [rate for rate in rates if rate not in tried]
     if not left and widen:
         best = choose_rate(route, done)
@@ -174,7 +191,8 @@ def plot(task: str, options: Options) -> None:
             named[size]: {r.name: at for r in list_routes() if (at := place(entries, r, size))}
             for size in SIZES
         },
-        lighter={route.name for route in list_routes() if route.control},
+        styles={route.name: style_route(route) for route in list_routes()},
+        controls={route.name for route in list_routes() if route.control},
         title=TASKS[task].title,
         horizontal="seconds of one core",
         vertical="test accuracy (%)",
@@ -184,6 +202,21 @@ def plot(task: str, options: Options) -> None:
     text = f"{picture}\n\n{tabulate(task, options.out)}"
     (options.out / f"figure_routes_{task}.md").write_text(text, encoding="utf-8")
     print(text)
+
+
+def style_route(route: Route) -> dict[str, str]:
+    """Colour by method; a control looks like what it controls, and is drawn lighter.
+
+    >>> style_route(list_routes()[0])
+    {'color': '#000000', 'marker': 'o'}
+    """
+    second = route.centre == "initialisation" or route.lift or not route.exact or route.times > 1
+    first = {"statistics": "^", "convex": "v", "noisy": "s", "shards": "h", "dp-sgd": "P"}
+    marker = {"statistics": "D", "noisy": "*", "convex": "X"} if second else first
+    return {
+        "color": ROUTE_COLOURS[route.method or route.kind],
+        "marker": marker.get(route.kind, "d" if second else "o"),
+    }
 
 
 def place(entries: Entries, route: Route, size: Size) -> tuple[float, float, float] | None:
@@ -213,7 +246,7 @@ def tabulate(task: str, out: Path) -> str:
             rows.append([
                 route.name, route.guarantee, size, len(found),
                 Mean.of([entry["test"] for entry in found]),
-                "" if route.kind == "retraining" else apart,
+                "" if route.name == "retraining" else apart,
                 _average(found, "seconds"), _average(found, "gradient_evaluations"), route.price,
             ])  # fmt: skip
     header = ["route", "(ε, δ)", "forgotten", "seeds", "test %", "minus retraining", "seconds",

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 
 mpl.use("Agg")
+mpl.rcParams["svg.hashsalt"] = "expunge"  # the same picture is the same file
 import matplotlib.pyplot as plt
 
 # Okabe and Ito's palette; every line also has its own marker and dashes.
@@ -76,7 +77,8 @@ def draw_lines(
 def draw_panels(
     panels: Mapping[str, Mapping[str, tuple[float, float, float]]],
     *,
-    lighter: Iterable[str],
+    styles: Mapping[str, Mapping[str, str]],
+    controls: Iterable[str],
     title: str,
     horizontal: str,
     vertical: str,
@@ -87,10 +89,9 @@ def draw_panels(
 
     The x axis is logarithmic with plain numbers; x = 0 stands at its left end. The y axis shows at
     most ``window`` points below the best: what lies lower stands at the bottom, with its value.
-    What is ``lighter`` is drawn so, and behind.
+    ``controls`` are hollow, lighter and behind; the legend has one line for all of them.
     """
-    faded, colours = set(lighter), plt.get_cmap("tab20").colors  # pyright: ignore
-    names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
+    faded = set(controls)
     points = [point for panel in panels.values() for point in panel.values()]
     least = min((x for x, *_ in points if x > 0), default=1.0) / 2
     top = max(mean for _, mean, _ in points)
@@ -100,15 +101,17 @@ def draw_panels(
             1, len(panels), figsize=(8.6, 1.2 * HEIGHT), sharex=True, sharey=True,
             layout="constrained", squeeze=False,
         )  # fmt: skip
+        known: dict[str, Any] = {}
         for axes, (heading, panel) in zip(several[0], panels.items(), strict=True):
             for name, (x, mean, spread) in panel.items():
-                light, number, low = name in faded, names.index(name), mean < floor
-                axes.errorbar(
-                    max(x, least), floor if low else mean, yerr=0 if low else spread, label=name,
-                    color=colours[number % 20], marker="x" if light else "os^Dvph*"[number % 8],
-                    markersize=4, linestyle="", elinewidth=0.8, alpha=0.4 if light else 1.0,
-                    zorder=1 if light else 2, clip_on=False,
+                light, low = name in faded, mean < floor
+                style = dict(styles[name]) | ({"markerfacecolor": "none"} if light else {})
+                drawn = axes.errorbar(
+                    max(x, least), floor if low else mean, yerr=0 if low or light else spread,
+                    markersize=6 if light else 4.5, linestyle="", elinewidth=0.8,
+                    alpha=0.4 if light else 1.0, zorder=1 if light else 2, clip_on=False, **style,
                 )  # fmt: skip
+                known.setdefault("a control: never saw the old model" if light else name, drawn)
                 if low:
                     axes.annotate(f"{mean:.0f} ↓", (max(x, least), floor), fontsize=5,
                                   xytext=(3, 3), textcoords="offset points")  # fmt: skip
@@ -118,14 +121,11 @@ def draw_panels(
             axes.grid(alpha=0.25, linewidth=0.4)
         several[0][0].set_ylabel(vertical)
         figure.suptitle(title)
-        known = {
-            name: handle
-            for axes in several[0]
-            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
+        ordered = [name for name in dict.fromkeys([*styles, *known]) if name in known]
         figure.legend(
-            known.values(), known.keys(), fontsize=5.5, frameon=False, loc="outside right center"
-        )
+            [known[name] for name in ordered], ordered, fontsize=5.5, frameon=False,
+            loc="outside right center",
+        )  # fmt: skip
         save_figure(figure, files)
 
 
