@@ -33,8 +33,8 @@ def run() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     try:
         return [
-            *_compare_steps("784-5-10", networks.mnist_net(), (1, 28, 28), 1000, (1.35, 2.0), 9),
-            *_compare_steps("CIFAR", networks.cifar_net(), (3, 32, 32), 12, (1.10, 1.5), 7),
+            *_compare_steps("784-5-10", networks.mnist_net(), (1, 28, 28), 400, (1.35, 2.0), 7),
+            *_compare_steps("CIFAR", networks.cifar_net(), (3, 32, 32), 8, (1.10, 1.5), 5),
             *_compare_updates(),
             _compare_growth(),
         ]

@@ -51,8 +51,8 @@ def run() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     try:
         small = [
-            Setting("784-5-10", networks.mnist_net, _draw((784,), 300), 5, 4.0),
-            Setting("512-32-32-10", networks.head_net, _draw((512,), 300), 5, 4.0),
+            Setting("784-5-10", networks.mnist_net, _draw((784,), 200), 5, 4.0),
+            Setting("512-32-32-10", networks.head_net, _draw((512,), 200), 5, 4.0),
         ]
         large = Setting("CIFAR net", networks.cifar_net, _draw((3, 32, 32), 24), 3, 2.0)
         rows: list[dict[str, Any]] = []
@@ -191,7 +191,7 @@ def _compare_with_loops(
 def _compare_seeds(setting: Setting) -> list[dict[str, Any]]:
     """Eight seeds at once against eight in sequence, plain and compiled."""
     options: dict[str, Any] = {"epochs": 1, "learning_rate": RATE}
-    inputs, targets = setting.data.inputs[: 150 * BATCH], setting.data.targets[: 150 * BATCH]
+    inputs, targets = setting.data.inputs[: 100 * BATCH], setting.data.targets[: 100 * BATCH]
     data = SimpleNamespace(inputs=inputs, targets=targets)
 
     def make() -> list[nn.Module]:

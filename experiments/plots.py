@@ -9,8 +9,9 @@ from typing import Any
 import matplotlib as mpl
 
 mpl.use("Agg")
-mpl.rcParams["svg.hashsalt"] = "expunge"  # the same picture is the same file
 import matplotlib.pyplot as plt
+
+mpl.rcParams["svg.hashsalt"] = "expunge"  # the same picture is the same file
 
 # Okabe and Ito's palette; every line also has its own marker and dashes.
 COLOURS = {
