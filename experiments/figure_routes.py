@@ -82,7 +82,7 @@ TASKS = {
         )
     },
     "debian": Task("Debian's descriptions", "debian", "debian", 25, (1e-6, 1e-8), True),
-    "digits": Task("digits", "digits", "digits", 2, (1e-5, 1e-5), True),
+    "digits": Task("digits", "digits", "digits", 1, (1e-5, 1e-5), True),
 }
 
 

@@ -47,7 +47,7 @@ def test_the_arms_are_those_of_the_issue() -> None:
 
 def test_the_rate_is_the_best_on_validation_data_and_no_end_of_the_grid(tmp_path: Path) -> None:
     store, routes = Store(tmp_path, "routes_digits"), list_routes()
-    retraining, clipping = routes[:2]
+    retraining, longer, clipping = routes[:3]
 
     def find(rate: float) -> float:
         return 100.0 - 10 * abs(LADDER.index(rate) - 6)  # best at 1
@@ -57,6 +57,8 @@ def test_the_rate_is_the_best_on_validation_data_and_no_end_of_the_grid(tmp_path
         tried.append(case.rate)
         store.add({"key": case.key, "validation": find(case.rate)})
     assert tried == [0.1, 0.3, 1.0, 3.0]
+    first = find_trial(longer, (0.1,), store.read())
+    assert first and (first.rate, first.size) == (1.0, "tenth"), "where the shorter one ended"
     found = list_cases(retraining, 2, store)
     assert {case.rate for case in found} == {1.0}
     assert [(case.seed, case.size) for case in found] == [(s, k) for s in (0, 1) for k in SIZES]
@@ -74,7 +76,7 @@ def test_the_rate_is_the_best_on_validation_data_and_no_end_of_the_grid(tmp_path
 
 
 def test_some_arms_run_once_and_are_drawn(tmp_path: Path) -> None:
-    run(tmp_path, "--arms", "retraining")
+    run(tmp_path, "--arms", "retraining |")
     done = run(tmp_path, "--arms", "exact statistics, plain")
     assert len(done) == 4 + 3, "two rates for a tenth, the better one for one and fifty"
     assert run(tmp_path, "--arms", "exact statistics, plain") == done
@@ -96,7 +98,13 @@ def test_every_arm_answers_every_size(tmp_path: Path) -> None:
         for size in route.sizes:
             rates = {e["rate"] for e in done if (e["route"], e["size"]) == (route.name, size)}
             assert any(Case(route, size, 0, rate).key in keys for rate in rates)
-    answered = [entry for entry in done if "test" in entry and entry["route"] != "retraining"]
+    passed = {
+        e["route"]: e["gradient_evaluations"]
+        for e in done
+        if e["size"] == "tenth" and e["route"].startswith("retraining")
+    }
+    assert passed["retraining, longer"] == 10 * passed["retraining"]
+    answered = [e for e in done if "test" in e and not e["route"].startswith("retraining")]
     assert all(entry["epsilon"] <= 1 for entry in answered)
     shards = {e["size"]: e["gradient_evaluations"] for e in done if e["route"] == "shards"}
     assert shards["1"] < shards["50"], "one person touches one shard"
