@@ -32,7 +32,7 @@ import torch
 from options import Options, drive
 from plots import COLOURS, draw_panels
 from problems import load_problem
-from routes import SIZES, Case, Ground, Route, Size, answer, list_routes
+from routes import LIFTS, SIZES, Case, Ground, Route, Size, answer, list_routes
 from runs import Store, find_commit
 from summary import Difference, Mean, compare, make_table
 
@@ -210,9 +210,11 @@ def style_route(route: Route) -> dict[str, str]:
     >>> style_route(list_routes()[0])
     {'color': '#000000', 'marker': 'o'}
     """
-    second = route.centre == "initialisation" or route.lift or not route.exact or route.times > 1
+    second = route.centre == "initialisation" or not route.exact or route.times > 1
+    if route.lift:
+        return {"color": ROUTE_COLOURS[route.kind], "marker": "D" if route.lift == 1 else "p"}
     first = {"statistics": "^", "convex": "v", "noisy": "s", "shards": "h", "dp-sgd": "P"}
-    marker = {"statistics": "D", "noisy": "*", "convex": "X"} if second else first
+    marker = {"noisy": "*", "convex": "X"} if second else first
     return {
         "color": ROUTE_COLOURS[route.method or route.kind],
         "marker": marker.get(route.kind, "d" if second else "o"),
@@ -321,7 +323,7 @@ def claim_time(about: Task, entries: Entries) -> Row | None:
         return None
     found = {
         f"{kind}, {size}": ratio
-        for kind in ("plain", "lifted")
+        for kind in LIFTS
         for size in SIZES
         if (ratio := _divide(entries, f"exact statistics, {kind}", size, "seconds"))
     }

@@ -14,8 +14,9 @@ noisy, initialisation    the same around a fresh initialisation under a public s
                          fine-tuning at retraining's rate
 … control                both started at their centre, at the same rate: they never see the old
                          model, and are run for a tenth only
-statistics, convex       heads on public features, learned before; convex from zero (exact) and
-                         from before with the noise of (1, 1e-5)
+statistics, convex       heads on public features, learned before; statistics plain, or with a
+                         quarter or all of 4,096 public random features beside them; convex from
+                         zero (exact) and from before with the noise of (1, 1e-5)
 shards                   eight shards of four slices of the network, trained before
 dp-sgd                   trained before so that a request of this size is covered: nothing to do
 =======================  =========================================================================
@@ -76,6 +77,7 @@ EPSILON = 1.0
 DECAY = 1e-5
 SHARDS, SLICES = 8, 4
 PRIVATE_EPOCHS, CLIP, MOST_NOISE = 5, 0.5, 1e4
+LIFTS = {"plain": 0.0, "small lift": 0.25, "lifted": 1.0}
 PAPERS = ("gradient-clipping", "model-clipping", "output-perturbation")
 
 
@@ -83,8 +85,8 @@ PAPERS = ("gradient-clipping", "model-clipping", "output-perturbation")
 class Route:
     """One arm. ``tuned``: it has a learning rate, chosen on validation data: ``tuned_as`` names the
     arm for which. A control has that of the arm it controls, noise around an initialisation that of
-    retraining from there. ``sizes``: the requests it answers. ``times``: the passes, in those of
-    the task."""
+    retraining from there. ``sizes``: the requests it answers. ``lift``: random features, in
+    those of the task; ``times``: passes, in those of the task."""
 
     name: str
     kind: Kind
@@ -93,7 +95,7 @@ class Route:
     method: str = ""
     centre: Literal["", "zero", "initialisation"] = ""
     control: bool = False
-    lift: bool = False
+    lift: float = 0.0
     exact: bool = True
     times: int = 1
 
@@ -136,9 +138,10 @@ def list_routes() -> list[Route]:
     ]
     found += noisy
     features = "public features, learned so from the start"
-    for lift in (False, True):
-        name = f"exact statistics, {'lifted' if lift else 'plain'}"
-        found.append(Route(name, "statistics", "(0, 0), bits", features, lift=lift))
+    for name, lift in LIFTS.items():
+        found.append(
+            Route(f"exact statistics, {name}", "statistics", "(0, 0), bits", features, lift=lift)
+        )
     found += [
         Route("convex head, from zero", "convex", "(0, 0)", features),
         Route("convex head, certified", "convex", true, features, exact=False),
@@ -352,13 +355,13 @@ def _answer_from_state(ground: Ground, cases: list[Case]) -> Iterator[tuple[Case
 def _open(ground: Ground, route: Route, seed: int, state: Path) -> Any:
     features = functools.partial(
         Features,
-        lift=ground.lift if route.lift else 0,
+        lift=round(ground.lift * route.lift),
         seed=f"expunge/experiments/{seed}" if route.lift else "",
     )
     classes = count_classes(ground.heads)
     match route.kind:
         case "statistics":
-            ridge = ground.ridge[route.lift]
+            ridge = ground.ridge[route.lift > 0]
             return StatisticsHead(features(), classes=classes, regularisation=ridge, state=state)
         case "convex":
             return ConvexHead(features(), classes=classes, weight_decay=DECAY, state=state)
