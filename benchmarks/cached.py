@@ -34,5 +34,5 @@ def run() -> list[dict[str, Any]]:
         )
 
     times = measure({"once per sample": lambda: once("0"), "every epoch": lambda: once(None)})
-    name = f"{EPOCHS} epochs of a head, the frozen network run"
+    name = f"{EPOCHS} epochs of a head, the frozen network run: once a sample / in every epoch"
     return [compare(name, times, "once per sample", "every epoch", target=0.5)]

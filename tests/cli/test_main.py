@@ -15,6 +15,7 @@ import pytest
 import expunge
 from expunge.cli.main import main
 from expunge.recipes import METHODS, from_dict
+from handmade import make_run
 
 GRADIENT = (
     "gradient-clipping --start-clip 0.01 --grad-clip 100 --learning-rate 1e-4 "
@@ -247,6 +248,26 @@ def test_real_processes_exit_alike() -> None:
     assert bad.returncode == 2
     assert bad.stdout == ""
     assert bad.stderr == "expunge: noise_std is -1.0; it must be a finite number >= 0\n"
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = f"account {GRADIENT} --noise-std 1 --delta 1e-5 --curve {tmp_path}/file/curve.svg"
+    done = run(command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("expunge: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_verify_tells_programs_what_differs(tmp_path: Path) -> None:
+    file, _ = make_run(tmp_path)
+    good = answer(f"verify {file}")
+    assert (good["holds"], good["cautions"]) == (True, [])
+    file.write_text(file.read_text().replace('"releases":1', '"releases":2'))
+    done = run(f"verify {file} --json")
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["holds"]) == (1, False)
+    assert "epsilon" in told["differs"]
 
 
 def test_help_and_version() -> None:

@@ -58,7 +58,7 @@ def test_the_rate_is_the_best_on_validation_data_and_no_end_of_the_grid(tmp_path
         store.add({"key": case.key, "validation": find(case.rate)})
     assert tried == [0.1, 0.3, 1.0, 3.0]
     first = find_trial(longer, (0.1,), store.read())
-    assert first and (first.rate, first.size) == (1.0, "tenth"), "where the shorter one ended"
+    assert first == Case(longer, "tenth", 0, 1.0), "where the shorter one ended"
     found = list_cases(retraining, 2, store)
     assert {case.rate for case in found} == {1.0}
     assert [(case.seed, case.size) for case in found] == [(s, k) for s in (0, 1) for k in SIZES]

@@ -50,6 +50,19 @@ def test_a_life(state: Path, tmp_path: Path) -> None:
     assert call("ledger", "export", "person-1").returncode == 2
 
 
+def test_what_is_no_ledger_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("person-1\n" * 99)
+    (tmp_path / "folder").mkdir()
+    for place in ("list.txt", "folder"):
+        done = call("ledger", "init", "--ledger", f"sqlite:///{tmp_path / place}")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    new = tmp_path / "new.db"
+    key = tmp_path / "list.txt" / "ledger.key"
+    done = call("ledger", "init", "--ledger", f"sqlite:///{new}", "--key", key)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert not new.exists()
+
+
 def test_what_fails_says_so(state: Path, tmp_path: Path) -> None:
     call("ledger", "init")
     call("ledger", "register", "shop", state)

@@ -102,9 +102,8 @@ def sign_bytes(
     try:
         key = load_pem_private_key(pem, password)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
         raise InputError(
-            f"private key cannot be used ({reason}); it must be an Ed25519 key in PEM format, as "
+            f"private key {_tell(private_key, error)}; it must be an Ed25519 key in PEM format, as "
             "expunge keygen writes it"
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
@@ -122,9 +121,8 @@ def read_public_key(public_key: bytes | str | Path) -> str:
     try:
         key = load_pem_public_key(pem)
     except (ValueError, UnsupportedAlgorithm) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
         raise InputError(
-            f"public key cannot be used ({reason}); it must be an Ed25519 public key in PEM format"
+            f"public key {_tell(public_key, error)}; it must be an Ed25519 public key in PEM format"
         ) from None
     if not isinstance(key, Ed25519PublicKey):
         raise InputError.of("public key", type(key).__name__, "an Ed25519 key in PEM format")
@@ -154,6 +152,13 @@ def holds(value: str, public_key: str, message: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+def _tell(key: bytes | str | Path, error: Exception) -> str:
+    """Which key cannot be used, and why."""
+    name = "" if isinstance(key, bytes) else f"{key} "
+    reason = str(error).split("\n")[0].split(". See ")[0].rstrip(".")
+    return f"{name}cannot be used ({reason})"
 
 
 def _read_pem(key: bytes | str | Path, what: str) -> bytes:

@@ -442,19 +442,42 @@ def name_reference(certificate: CertificateWire) -> str:
     return "the same run started from the public centre, which never saw the forget set"
 
 
+def _state_guarantee(c: CertificateWire) -> list[str]:
+    epsilon, delta = round_up(c.epsilon), round_up(c.delta)
+    if c.epsilon == 0 and is_exact(read_recipe(c)):
+        return [
+            f"Guarantee: epsilon = 0, delta = {delta}; it holds with delta = 0 too.",
+            "Whatever is asked of the released model, an answer is exactly as likely as under the",
+            "reference.",
+        ]
+    times = round_up(math.exp(min(c.epsilon, 709.0)))
+    return [
+        f"Guarantee: epsilon = {epsilon}, delta = {delta}.",
+        f"Whatever is asked of the released model, an answer is at most {times} times as likely",
+        f"as under the reference, plus {delta}; and the same with the two exchanged.",
+    ]
+
+
+def _state_noise(c: CertificateWire) -> list[str]:
+    if c.noise.keys == 0:
+        return [f"Noise: {c.noise.source}."]
+    p = c.finite_precision
+    return [
+        f"Noise: {c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s).",
+        f"Finite precision: grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail {p.tail_delta:.6g};",
+        f"together they cost {round_up(p.epsilon_cost, 3)} of epsilon.",
+    ]
+
+
 def write_statement(certificate: CertificateWire) -> str:
     """The certificate for an auditor, in plain language."""
-    c, p = certificate, certificate.finite_precision
-    times = round_up(math.exp(min(c.epsilon, 709.0)))
-    epsilon, delta = round_up(c.epsilon), round_up(c.delta)
+    c = certificate
     chance = f"{round_up(100 * c.survival_bound, 3)} %"
     lines = [
         "CERTIFICATE OF UNLEARNING",
         "",
         *(f"*** {warning} ***" for warning in (*c.warnings, *find_cautions(c))),
-        f"Guarantee: epsilon = {epsilon}, delta = {delta}.",
-        f"Whatever is asked of the released model, an answer is at most {times} times as likely",
-        f"as under the reference, plus {delta}; and the same with the two exchanged.",
+        *_state_guarantee(c),
         f"Reference: {name_reference(c)}.",
         f"Theorem: {c.theorem}.",
         f"At most {chance} of runs can differ, in any way, from runs that never saw "
@@ -462,9 +485,7 @@ def write_statement(certificate: CertificateWire) -> str:
         "",
         f"Method: {name_method(c)}; {count_steps(c)} on {c.parameters} parameters.",
         f"Forget set: {name_set(c.data.forget)}. Retained set: {name_set(c.data.retain)}.",
-        f"Noise: {c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s).",
-        f"Finite precision: grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail {p.tail_delta:.6g};",
-        f"together they cost {round_up(p.epsilon_cost, 3)} of epsilon.",
+        *_state_noise(c),
         f"Released runs of this old model: {c.releases}. Run finished: {c.created}.",
         f"Parent certificate: {c.parent or 'none'}.",
         f"Weights: {c.weights.after}",

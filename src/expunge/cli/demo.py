@@ -176,6 +176,7 @@ def run_demo(out: str | Path) -> None:
     """Answer by every route, with a verified release of each in ``out``, and say which to take."""
     started = time.perf_counter()
     target = check_free(out)
+    target.mkdir(parents=True, exist_ok=True)
     # A network this small is slower on two threads than on one.
     torch.set_num_threads(1)
     demo = Demo(target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from contextlib import suppress
@@ -13,7 +14,7 @@ from typer.core import TyperGroup
 
 from expunge.cli import doctor, heads, jobs, keys, ledger, serve
 from expunge.cli.text import AsJson, print_json
-from expunge.errors import ExpungeError, InputError
+from expunge.errors import ExpungeError, InputError, RunError, VerificationError
 
 EXTRAS = {"torch": "torch", "sklearn": "torch", "ray": "ray"} | dict.fromkeys(
     ("sqlalchemy", "alembic", "psycopg", "fastapi", "starlette", "anyio", "uvicorn"), "ledger"
@@ -164,23 +165,31 @@ def verify(
     from expunge.certificates.wording import find_cautions
 
     path = certificate / "certificate.json" if certificate.is_dir() else certificate
-    found = check(path, weights, public_key, parent=parent, record=record)
     unchecked: tuple[str, ...] = ()
-    if store is not None:
-        from expunge.certificates.hashing import find_weights
-        from expunge.forgettable.verification import verify_store
+    try:
+        found = check(path, weights, public_key, parent=parent, record=record)
+        if store is not None:
+            from expunge.certificates.hashing import find_weights
+            from expunge.forgettable.verification import verify_store
 
-        unchecked = verify_store(found, store, weights or find_weights(path))
-    if retrain is not None:
-        from expunge.jobs.shards import open_shards
+            unchecked = verify_store(found, store, weights or find_weights(path))
+        if retrain is not None:
+            from expunge.jobs.shards import open_shards
 
-        with open_shards(retrain, progress=True) as ensemble:
-            ensemble.check(found)
-        if parent is None and found.parent is not None:
-            unchecked += ("what was not trained again was compared with nothing: give --parent",)
+            with open_shards(retrain, progress=True) as ensemble:
+                ensemble.check(found)
+            if parent is None and found.parent is not None:
+                unchecked += (
+                    "what was not trained again was compared with nothing: give --parent",
+                )
+    except VerificationError as error:
+        if as_json:
+            print_json({"holds": False, "differs": str(error)})
+        raise
     if as_json:
         key = {"key": describe_key(found, public_key is not None)}
-        print_json({"holds": True} | key | found.model_dump(mode="json"))
+        cautions = {"cautions": [*find_cautions(found), *unchecked]}
+        print_json({"holds": True} | key | cautions | found.model_dump(mode="json"))
         return
     typer.echo(
         f"{path} holds: epsilon = {found.epsilon:.6g}, delta = {found.delta:.6g}, "
@@ -309,3 +318,9 @@ def run() -> None:
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        typer.echo(f"expunge: {error.filename} cannot be used: {error.strerror}", err=True)
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        sys.exit((RunError if full else InputError).exit_code)

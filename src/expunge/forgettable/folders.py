@@ -167,6 +167,14 @@ def hold_training(folder: Path, *, changing: bool) -> Generator[None]:
         os.close(handle)
 
 
+def holds_shards(state: Path) -> bool:
+    """Whether a folder is the state of shards."""
+    try:
+        return json.loads((state / "meta.json").read_text()).get("format") == FORMAT
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def read_shards_meta(file: Path) -> dict[str, Any]:
     """What a state folder says about itself: its settings, and what training did."""
     try:

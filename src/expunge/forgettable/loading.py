@@ -15,7 +15,7 @@ from expunge.forgettable.averaging import Combination, Ensemble
 from expunge.forgettable.constituents import Build
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features
-from expunge.forgettable.folders import read_shards_meta
+from expunge.forgettable.folders import holds_shards, read_shards_meta
 from expunge.forgettable.memory import read_meta
 from expunge.forgettable.released import HeadModel
 from expunge.forgettable.shards import Shards
@@ -55,6 +55,8 @@ def load(
     if build is not None:
         return _load_shards(Path(path), build, functions)
     folder = Path(path)
+    if holds_shards(folder):
+        raise InputError.of("build", None, "given: the function that makes the network of shards")
     meta = read_meta(folder)
     features = _make_features(meta["features"], network)
     settings = dict(meta["settings"])

@@ -23,14 +23,14 @@ from expunge.errors import UnlearningError
 from expunge.forgettable.constituents import Plan, find_behaviour
 from expunge.forgettable.convex import ConvexHead
 from expunge.forgettable.features import Features, make_probe
-from expunge.forgettable.folders import Folder
+from expunge.forgettable.folders import Folder, holds_shards
 from expunge.forgettable.memory import Memory, Targets, open_memory
 from expunge.forgettable.slices import Examples, read_examples
 from expunge.forgettable.statistics import StatisticsHead
 from expunge.jobs.data import find_tensors
 from expunge.jobs.heads import build_network, make_head
 from expunge.jobs.jobfile import HeadJobFile
-from expunge.jobs.shards import holds_shards, make_shards, open_shards
+from expunge.jobs.shards import make_shards, open_shards
 from expunge.jobs.states import Request
 from expunge.jobs.tables import HeadJob, ShardsJob
 from expunge.jobs.timing import SECONDS, Clock, Enough

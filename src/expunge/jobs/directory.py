@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Generator, Mapping
@@ -56,6 +57,8 @@ def check_free(directory: str | Path) -> Path:
     home = _find_home(path)
     if not home.is_dir():
         raise InputError(f"output directory {path} cannot be made: {home} is a file")
+    if not os.access(home, os.W_OK | os.X_OK):
+        raise InputError(f"output directory {path} cannot be made: {home} cannot be written")
     return path
 
 

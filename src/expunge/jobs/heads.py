@@ -20,7 +20,7 @@ from expunge.forgettable.statistics import Compute, StatisticsHead
 from expunge.forgettable.tangent import TangentFeatures
 from expunge.jobs.checkpoints import read_weights
 from expunge.jobs.data import find_tensors, open_data
-from expunge.jobs.directory import FULL
+from expunge.jobs.directory import FULL, check_free
 from expunge.jobs.jobfile import HeadJobFile, read_head_job
 from expunge.jobs.loading import (
     build_model,
@@ -79,6 +79,8 @@ def learn_job(
     """
     made = read_head_job(path)
     state, said = made.find_state(out), list[str]()
+    if release is not None and not state.exists():
+        check_free(release)
     with importing_from(made.folder), working(state), _leaving_nothing(state):
         learner, network = _make_learner(made, state, pool, workers, progress)
         with explaining("data.load failed"):

@@ -35,6 +35,8 @@ def read_ids(path: str | Path, column: str | None = None) -> list[str]:
         raise
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
+        if isinstance(error, UnicodeDecodeError):
+            reason = f"it must be text in UTF-8 ({reason})"
         raise InputError(f"file of identifiers {file} cannot be read: {reason}") from error
     names = identifiers.read_ids([name for line in found if (name := line.strip())])
     if not names:

@@ -26,12 +26,13 @@ from expunge.certificates.record import Run
 from expunge.errors import CertificateError, ExpungeError, InputError, RunError
 from expunge.files import hold_lock, read_limited, write_atomic
 from expunge.forgettable.convex import ConvexHead
+from expunge.forgettable.folders import holds_shards
 from expunge.forgettable.loading import Head, load
 from expunge.forgettable.memory import Memory, open_memory
 from expunge.forgettable.shards import Shards
 from expunge.jobs.data import find_tensors
 from expunge.jobs.directory import check_free, write_run
-from expunge.jobs.shards import Slices, holds_shards, open_shards
+from expunge.jobs.shards import Slices, open_shards
 
 MOST_PENDING = 1_000_000_000
 Learner = Head | Shards

@@ -22,7 +22,7 @@ from expunge.forgettable.constituents import (
     read_checkpoint,
     train_constituent,
 )
-from expunge.forgettable.folders import FORMAT, Folder
+from expunge.forgettable.folders import Folder
 from expunge.forgettable.shards import Shards
 from expunge.forgettable.store import holds_store
 from expunge.forgettable.workers import Workers
@@ -70,14 +70,6 @@ def make_shards(
 def remember_job(state: Path, path: Path) -> None:
     """Keep where the job is: without it nothing can be trained again."""
     write_atomic(state / "job.json", json.dumps({"job": str(path.absolute())}).encode())
-
-
-def holds_shards(state: Path) -> bool:
-    """Whether a folder is the state of shards."""
-    try:
-        return json.loads((state / "meta.json").read_text()).get("format") == FORMAT
-    except (OSError, ValueError, AttributeError):
-        return False
 
 
 @contextmanager

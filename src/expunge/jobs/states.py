@@ -10,12 +10,13 @@ from typing import Any
 
 from expunge.certificates.certificate import Certificate
 from expunge.errors import InputError
+from expunge.forgettable.folders import holds_shards
 from expunge.forgettable.memory import open_memory
 from expunge.jobs.jobfile import JobFile
 from expunge.jobs.lists import read_ids
 from expunge.jobs.methods import explain_route
 from expunge.jobs.releases import Counts, release_state
-from expunge.jobs.shards import Slices, holds_shards, open_shards
+from expunge.jobs.shards import Slices, open_shards
 
 
 @dataclass(frozen=True)

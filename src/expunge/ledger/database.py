@@ -21,6 +21,7 @@ from expunge.ledger.schema import BOOK, VERSION
 
 WAIT = 60.0
 _VALID = "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+_NOT_A_LEDGER = ("unable to open database file", "file is not a database")  # what SQLite says
 
 
 def read_url(url: str) -> URL:
@@ -119,6 +120,8 @@ def _explaining(engine: Engine) -> Generator[None]:
     except DBAPIError as error:
         reason = str(error.orig).strip().split("\n")[0]
         place = engine.url.render_as_string()
+        if reason in _NOT_A_LEDGER:
+            raise InputError.of("ledger", place, f"a ledger: {reason}") from None
         raise RunError(f"the ledger {place} did not answer ({reason}); nothing changed") from None
 
 

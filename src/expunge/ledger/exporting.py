@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import zipfile
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,15 @@ def _explain(requests: tuple[Request, ...], names: list[str]) -> str:
         for answer in request.answers:
             place = "" if answer.release is None else f", release {answer.release:04d}"
             lines.append(f"  {answer.model}: {answer.outcome or answer.state}{place}")
-    lines += ["", "Files", "", *(f"  {name}" for name in names), "", _HOW]
+    how = _HOW.format(version=version("expunge"))
+    lines += ["", "Files", "", *(f"  {name}" for name in names), "", how]
     return "\n".join(lines)
 
 
 _HOW = """How to verify, offline
 
-  pip install expunge
+Install expunge {version} from the source that the operator names, not from a name alone. Then
+
   expunge verify MODEL/NNNN/certificate.json --weights model.safetensors
 
 recomputes every number of the certificate; model.safetensors are the weights that the operator

@@ -34,7 +34,7 @@ def find_standing(kind: Kind, path: Path, people: Sequence[str]) -> Standing:
     """Look for people in a state, or in the data of a job."""
     if kind == "job":
         return _look_into_job(path, people)
-    from expunge.jobs.shards import holds_shards
+    from expunge.forgettable.folders import holds_shards
 
     try:
         return (_look_into_shards if holds_shards(path) else _look_into_head)(path, people)

@@ -86,7 +86,8 @@ class Ledger:
             raise InputError.of("ledger", url, "in a folder that exists")
         path = _find_key(file, key)
         engine = connect(place)
-        if file is not None and not file.exists():
+        fresh = file is not None and not file.exists()
+        if file is not None and fresh:
             os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
         try:
             upgrade(engine)
@@ -100,6 +101,11 @@ class Ledger:
                     row = {"id": 1, "ledger": name, "check": check, "events": 0, "head": START}
                     connection.execute(insert(BOOK).values(**row))
                     append(connection, "created", ledger=name)
+        except BaseException:
+            if file is not None and fresh:
+                engine.dispose()
+                file.unlink()
+            raise
         finally:
             engine.dispose()
         return cls(url, key=key)
