@@ -75,7 +75,7 @@ class Loop:
         reset_statistics(self.certified)
         self._held = HeldState(self.certified)
         with self._seeded("data"):
-            self._loss = copy.deepcopy(self.loss_fn)
+            self._loss = _copy_loss(self.loss_fn)
             if not (checkpoint and checkpoint.resume and self._load(checkpoint.place, identity)):
                 self._start()
             self._take_steps(checkpoint, identity, on_step, progress and self.team.processes.leads)
@@ -269,3 +269,10 @@ def compute_gradients(
         raise UnlearningError("the loss depends on no trainable parameter; it has no gradient")
     (loss if scale == 1 else loss * scale).backward()
     return certified.take_gradients()
+
+
+def _copy_loss(loss_fn: LossFunction | None) -> LossFunction | None:
+    try:
+        return copy.deepcopy(loss_fn)
+    except (TypeError, RuntimeError) as error:
+        raise InputError(f"the loss cannot be copied: {error}; write it as a function") from None

@@ -14,7 +14,6 @@ What lies outside the module, in global variables, classes and closures, is the 
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,7 +21,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import numpy as np
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
@@ -48,6 +46,7 @@ from expunge.processes.weights import (
     to_local,
 )
 from expunge.training.batches import move_batch
+from expunge.training.holding import copy_module
 from expunge.training.losses import LossFunction, compute_loss
 
 Public = Mapping[str, Tensor] | nn.Module | str | Path | Iterable[str]
@@ -143,7 +142,7 @@ def copy_model(
         list_tensors(model)
         names, reset = sort_tensors(model, public, buffers)
         source, compared = _compare(model, names, public, processes)
-        copied = model if sharded else _copy(model)
+        copied = model if sharded else copy_module(model)
         copied.zero_grad(set_to_none=True)
         if sharded and device is not None:
             raise InputError.of("device", str(device), "left out: a sharded model stays in place")
@@ -295,8 +294,8 @@ class HeldState:
             for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
                 setattr(tensor, hooks, None)
         for module in self._modules:
-            for p in module.parameters(recurse=False):
-                p.grad = None
+            for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+                tensor.grad = None
         with torch.no_grad():
             for live, held in self._tensors:
                 to_local(live).copy_(to_local(held))
@@ -362,32 +361,6 @@ def _check_statistics(certified: CertifiedModel, batch: int) -> None:
                 f"{wrong} of {path or 'the model'} is not finite after batch {batch} of the "
                 "retained data; mend or leave out the sample in it that is not finite"
             )
-
-
-def _copy(model: nn.Module) -> nn.Module:
-    """A deep copy, which comes across every tensor there is: one that is hidden is refused."""
-    memo: dict[int, Any] = {}
-    try:
-        copied = copy.deepcopy(model, memo)
-    except (RuntimeError, TypeError) as error:
-        raise UnlearningError(f"the model cannot be copied: {error}") from error
-    if copied is model:
-        raise UnlearningError("the model copies to itself; its __deepcopy__ must make a new one")
-    held = [*copied.parameters(), *copied.buffers()]
-    known = {id(t) for t in held} | {id(t.grad) for t in held}
-    for value in memo.values():
-        if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-            raise UnlearningError(
-                "the model holds a random.Random, whose state an earlier training may have left; "
-                "draw from the global generators of torch, NumPy or Python"
-            )
-        if isinstance(value, Tensor | np.ndarray) and id(value) not in known:
-            shape = tuple(cast(Any, value).shape)
-            raise UnlearningError(
-                f"the model holds a tensor or array of shape {shape} in an object that is neither "
-                "parameter nor buffer: no noise covers it; make it a buffer, or delete it"
-            )
-    return copied
 
 
 def is_source(public: Public) -> bool:
@@ -481,6 +454,8 @@ def _check_parameters(model: nn.Module, sharded: bool) -> None:
             )
         if not p.is_floating_point():
             raise UnlearningError(f"parameter {name} is {p.dtype}; only real ones can be certified")
+        if p.is_meta:
+            raise UnlearningError(f"parameter {name} has no values: it is on the device meta")
         if p.layout is not torch.strided:
             raise UnlearningError(f"parameter {name} is not dense; only dense ones are certified")
         name_dtype(name, p)

@@ -15,7 +15,7 @@ from expunge.errors import InputError, UnlearningError
 from expunge.processes.group import is_sharded
 from expunge.processes.weights import check_module
 from expunge.training.batches import find_tensors
-from expunge.training.holding import LIMIT, find_held
+from expunge.training.holding import LIMIT, find_held, is_array
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -31,11 +31,13 @@ def check_loss(loss_fn: LossFunction | None) -> None:
     expunge.errors.InputError: the loss holds a tensor (shape (2,)): no noise covers it; ...
     """
     for count, item in enumerate(find_held(loss_fn), 1):
-        if isinstance(item, Tensor | np.ndarray):
+        if is_array(item):
             kind = "a tensor" if isinstance(item, Tensor) else "an array"
+            shape = getattr(item, "shape", None)
+            told = type(item).__name__ if shape is None else f"shape {tuple(shape)}"
             raise InputError(
-                f"the loss holds {kind} (shape {tuple(cast(Any, item).shape)}): no noise covers "
-                "it; write constants as numbers in the function"
+                f"the loss holds {kind} ({told}): no noise covers it; write constants as numbers "
+                "in the function"
             )
         if count == LIMIT:
             raise InputError(
@@ -60,16 +62,28 @@ def check_data(model: nn.Module, data: object) -> None:
     named = model.named_parameters()
     trained = {name: p for name, p in named if p.requires_grad and not is_lazy(p)}
     for item in find_held(data):
-        if not isinstance(item, Tensor) or item.is_meta or item.layout is not torch.strided:
-            continue
         for name, p in trained.items():
-            if item.shape != p.shape or not bool((item.to(p.device) == p).all()):
-                continue
-            if len(p.unique()) >= 8:  # fewer may be a constant, or chance
+            if _holds(item, p) and len(p.unique()) >= 8:  # fewer may be a constant, or chance
                 raise InputError(
                     f"the retained data hold {name} of the old model: what it says about them, as "
                     "labels, inputs or order, would carry it into the new one"
                 )
+
+
+def _holds(item: object, p: Tensor) -> bool:
+    """Whether a tensor or an array has the numbers of ``p``, in whatever shape and order."""
+    if isinstance(item, np.ndarray):
+        if item.size != p.numel() or item.dtype.kind not in "iuf":
+            return False
+        found = torch.from_numpy(item.astype(np.float64))
+    elif not isinstance(item, Tensor) or item.is_meta or item.layout is not torch.strided:
+        return False
+    else:
+        found = item.detach()
+    if found.numel() != p.numel() or found.is_complex() or p.is_complex():
+        return False
+    one, other = (t.flatten().double().cpu().sort().values for t in (found, p.detach()))
+    return torch.equal(one, other)
 
 
 def compute_loss(model: nn.Module, batch: Any, loss_fn: LossFunction | None) -> Tensor:

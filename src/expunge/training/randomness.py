@@ -41,11 +41,13 @@ def capture_random(generator: torch.Generator | None = None) -> dict[str, Tensor
     )
     if name == "MT19937":
         state["numpy.keys"] = torch.from_numpy(np.asarray(keys, np.int64).copy())
-        state["numpy.rest"] = torch.tensor([position, has_gauss, gauss], dtype=torch.float64)
+        state["numpy.rest"] = torch.tensor(
+            [position, has_gauss, gauss], dtype=torch.float64, device="cpu"
+        )
     version, words, gauss_next = random.getstate()
-    state["python.words"] = torch.tensor([version, *words], dtype=torch.int64)
+    state["python.words"] = torch.tensor([version, *words], dtype=torch.int64, device="cpu")
     if gauss_next is not None:
-        state["python.gauss"] = torch.tensor(gauss_next, dtype=torch.float64)
+        state["python.gauss"] = torch.tensor(gauss_next, dtype=torch.float64, device="cpu")
     if generator is not None:
         state["generator"] = generator.get_state()
     return state

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from expunge.errors import InputError
 from expunge.training.batches import Augment, Batches
-from expunge.training.holding import find_held
+from expunge.training.holding import find_held, is_array
 from expunge.training.losses import LossFunction
 
 ScheduleName = Literal["constant", "one-cycle"]
@@ -208,10 +208,12 @@ def check_optimizer(
         )
     settings = [v for v in optimizer.defaults.values() if isinstance(v, Tensor | float | int)]
     numbers = {0.0, *(float(v) for v in settings if not isinstance(v, Tensor) or v.numel() == 1)}
+    known = {*own, *(id(p.grad) for p in parameters)}
     for item in find_held(optimizer):
-        if id(item) in own or not isinstance(item, Tensor | np.ndarray):
+        if id(item) in known or not is_array(item):
             continue
-        if not any(bool((cast(Any, item) == number).all()) for number in numbers):
+        plain = isinstance(item, Tensor) or (isinstance(item, np.ndarray) and item.dtype != object)
+        if not (plain and any(bool((cast(Any, item) == number).all()) for number in numbers)):
             raise InputError(
                 "optimizer() returns an optimizer that holds a tensor of an earlier training; it "
                 "must be made anew, its state empty or filled with a number of its settings"

@@ -8,7 +8,6 @@ nothing of what was forgotten and draws from a seed that anyone may know: ``fine
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -39,6 +38,7 @@ from expunge.progress import show_progress
 from expunge.training.batches import Cycle, count_samples, find_ids, find_tensors, move_batch
 from expunge.training.cached import cached_features
 from expunge.training.compiled import CompiledLoss, plan_loss, warn_uncompiled
+from expunge.training.holding import copy_module
 from expunge.training.losses import check_loss, compute_loss
 from expunge.training.randomness import (
     derive_seed,
@@ -375,7 +375,7 @@ def begin_fine_tuning(
             raise InputError("forget_ids is not the set that the record commits to")
         forgotten = given | (forgotten or frozenset())
     names = read_retained(data, ids, forgotten)
-    model = run.model if is_sharded(run.model) else copy.deepcopy(run.model)
+    model = run.model if is_sharded(run.model) else copy_module(run.model)
     return Tuning(
         run=run,
         model=model,
