@@ -186,17 +186,21 @@ def plot(task: str, options: Options) -> None:
     if not entries:
         return
     named = {"1": "one forgotten", "50": "fifty forgotten", "tenth": "a tenth forgotten"}
+    panels = {
+        named[size]: {r.name: at for r in list_routes() if (at := place(entries, r, size))}
+        for size in SIZES
+    }
+    tests = [mean for panel in panels.values() for _, mean, _ in panel.values()]
+    base = [panel["retraining"][1] for panel in panels.values() if "retraining" in panel]
     draw_panels(
-        {
-            named[size]: {r.name: at for r in list_routes() if (at := place(entries, r, size))}
-            for size in SIZES
-        },
+        panels,
         styles={route.name: style_route(route) for route in list_routes()},
         controls={route.name for route in list_routes() if route.control},
         title=TASKS[task].title,
         horizontal="seconds of one core",
         vertical="test accuracy (%)",
         files=[options.out / f"figure_routes_{task}.{kind}" for kind in ("png", "svg")],
+        window=max(8.0, max(tests) - min(base, default=max(tests)) + 2),  # retraining is seen
     )
     picture = f"![{TASKS[task].title}](results/figure_routes_{task}.png)"
     text = f"{picture}\n\n{tabulate(task, options.out)}"

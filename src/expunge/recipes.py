@@ -535,7 +535,7 @@ class Execution:
 
     def __post_init__(self) -> None:
         check_value("nonnegative", "rounding", self.rounding)
-        check_value("whole", "releases", self.releases)
+        object.__setattr__(self, "releases", check_value("whole", "releases", self.releases))
         if not (is_number(self.tail_delta) and 0 <= self.tail_delta < 1):
             raise InputError.of("tail_delta", self.tail_delta, "a number in [0, 1)")
 

@@ -223,3 +223,10 @@ def test_tighten_survives_infinite_and_flat_ends() -> None:
     assert bracket(lambda x: 1.0, 1.0, lowest=1e-9, highest=1e9) is None
     with pytest.raises(ValueError, match="not good"):
         tighten(lambda x: 1.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize("start", [0.0, 5e-324, 1e-309, 1e308, math.inf])
+@pytest.mark.parametrize("root", [0.0, 1e-200, 1.0, 1e200, math.inf])
+def test_a_bracket_is_found_from_any_start(start: float, root: float) -> None:
+    found = bracket(lambda x: 1.0 if x < root else 0.0, start, lowest=1e-250, highest=1e250)
+    assert found is None if root == math.inf else found[0] <= root <= found[1] or found[0] == 1e-250

@@ -263,3 +263,14 @@ def test_a_copy_keeps_what_is_no_secret() -> None:
 def test_a_model_without_values_is_refused() -> None:
     with pytest.raises(ExpungeError, match="device meta"):
         unlearn(nn.Linear(4, 3, device="meta"))
+
+
+def test_retained_identifiers_have_an_order() -> None:
+    with pytest.raises(ExpungeError, match="in the order of the samples"):
+        expunge.unlearn(
+            nn.Linear(4, 3),
+            [(X, Y)],
+            OutputPerturbation(start_clip=1.0, noise_std=5.0),
+            forget_ids=["f"],
+            retain_ids=set(IDS),
+        )

@@ -92,6 +92,9 @@ def test_the_command_prints_json_and_one_sentence_for_bad_input(tmp_path, monkey
     code, out, err = run(tmp_path, "--trials", 10)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "trials is 10" in err
+    code, out, err = run(tmp_path, "--seed", -1)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "seed is -1; it must be a whole number from 0 to" in err
     code, out, err = run(tmp_path / "nothing")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "certificate" in err

@@ -402,3 +402,9 @@ def test_modules_that_mix_examples_are_refused():
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     with pytest.raises(UnlearningError, match="running_mean"):
         go(model=model)
+
+
+@pytest.mark.parametrize("rate", [[0.1], "0.1", None, -1.0, math.inf])
+def test_a_learning_rate_is_one_number(rate):
+    with pytest.raises(InputError, match=r"learning_rate is .*; it must be a finite number >= 0"):
+        go(learning_rate=rate)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import rfc8785
 import safetensors
@@ -16,6 +17,7 @@ import yaml
 from expunge.accounting.guarantee import guarantee
 from expunge.certificates.certificate import Certificate, certify, parse
 from expunge.certificates.hashing import write_safetensors
+from expunge.certificates.identifiers import read_ids
 from expunge.certificates.record import RunRecord, Trace
 from expunge.certificates.schema import (
     SCHEMA_PATH,
@@ -336,3 +338,21 @@ def test_every_field_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "certificate_format.md").read_text("utf-8")
     for name in (*CertificateWire.model_fields, *FinitePrecisionWire.model_fields):
         assert f"`{name}`" in text, name
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    certificate = certify(make_record(), delta=1e-5, releases=np.int64(2))
+    assert certificate == certify(make_record(), delta=1e-5, releases=2)
+    json.dumps(certificate.safetensors_metadata())
+    assert type(certificate.execution.releases) is int
+
+
+def test_a_parent_is_a_certificate() -> None:
+    with pytest.raises(InputError, match="parent is 'x'; it must be a Certificate"):
+        certify(make_record(), delta=1e-5, parent="x")
+
+
+@pytest.mark.parametrize("ids", [5, None, np.int64(5), np.array(5)])
+def test_identifiers_are_a_list(ids: Any) -> None:
+    with pytest.raises(InputError, match=r"ids is .*; it must be a list of identifiers"):
+        read_ids(ids)

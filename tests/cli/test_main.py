@@ -276,3 +276,28 @@ def test_help_and_version() -> None:
     assert run("--version").stdout.split()[:2] == ["expunge", expunge.__version__]
     for name in METHODS:
         assert name in run("account --help").stdout.replace("\n  ", "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_what_cannot_be_printed_is_no_verdict(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    for words in (
+        ["verify", str(tmp_path)],
+        ["plan", "--epsilon", "1", "--delta", "1e-5", "--parameters", "9"],
+    ):
+        with Path("/dev/full").open("w") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "expunge", *words],
+                stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            )  # fmt: skip
+        assert (done.returncode, done.stderr.count("\n")) == (3, 1), done.stderr
+        assert "No space left on device" in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_that_cannot_show_every_letter(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    done = run_process("plan --epsilon 1 --delta 1e-5 --parameters 9")
+    assert (done.returncode, done.stderr) == (0, "")

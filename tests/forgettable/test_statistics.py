@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -480,3 +481,30 @@ def test_kills_at_random_moments(tmp_path: Path, kills: int) -> None:
     )
     assert told.stdout.strip() == "True"
     assert read_bytes(tmp_path / "killed") == read_bytes(tmp_path / "calm")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        5,
+        (row for row in np.eye(2)),
+        (None, [0, 1]),
+        ((row for row in np.eye(2)), [0, 1]),
+        (np.eye(2), [0, 1], [0, 1]),
+        (np.array([["a"], ["b"]]), [0, 1]),
+        (torch.eye(2).to_sparse(), [0, 1]),
+        [(None, 0), (None, 1)],
+    ],
+)
+def test_data_that_is_none(data: Any) -> None:
+    head = StatisticsHead(Features(), classes=2)
+    with pytest.raises(InputError):
+        head.learn(data, ids=["a", "b"])
+    assert len(head) == 0
+
+
+@pytest.mark.parametrize("ids", [5, None])
+def test_a_request_is_a_list(ids: Any) -> None:
+    with pytest.raises(InputError, match="it must be a list of identifiers"):
+        StatisticsHead(Features(), classes=2).forget(ids)

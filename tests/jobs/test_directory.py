@@ -40,6 +40,8 @@ def test_a_run_is_written_whole_and_nothing_is_overwritten(tmp_path: Path) -> No
     target = write_run(tmp_path / "deep" / "run", **facts)
     assert {path.name for path in target.iterdir()} == set(FILES)
     expunge.verify(target / "certificate.json", record=target / "record.json")
+    for name in ("record.json", "metrics.json", "report.html"):
+        assert (target / name).stat().st_mode & 0o077 == 0, "as private as the record"
     with pytest.raises(InputError, match="already holds files"):
         write_run(target, **facts)
     assert [path.name for path in target.parent.iterdir()] == ["run"]

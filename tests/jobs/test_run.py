@@ -43,6 +43,7 @@ def test_a_run_is_complete_and_says_what_it_did(tmp_path: Path) -> None:
     metrics = parse_metrics(json.loads((folder / "metrics.json").read_text()))
     assert [row.stage for row in metrics.stages] == ["before", "after noise", "after fine-tuning"]
     assert metrics.cost["gradient evaluations, noisy steps"] == 40
+    assert (folder / "metrics.jsonl").stat().st_mode & 0o077 == 0, "as private as the record"
     assert metrics.cost["gradient evaluations, fine-tuning"] == 94
     assert metrics.curves[0].x[-1] == 2.0
     lines = (folder / "metrics.jsonl").read_text().splitlines()

@@ -1,6 +1,8 @@
 """``expunge ledger``: a life by commands, and what is refused."""
 
+import io
 import json
+import sys
 import zipfile
 from pathlib import Path
 
@@ -97,6 +99,8 @@ def test_before_there_is_a_ledger(words: str) -> None:
         ("register ../shop .", "name is '../shop'"),
         ("request person-1 --model shop", "model is 'shop'"),
         ("withdraw 1", "request is 1"),
+        (f"withdraw {10**22}", f"request is {10**22}; it must be the number of a request"),
+        (f"refuse {2**31} --reason no", f"request is {2**31}; it must be the number of a request"),
         ("work --model shop", "model is 'shop'; it must be registered first"),
         ("export person-1", "has no request"),
         ("check /nowhere", "state is '/nowhere'"),
@@ -114,3 +118,11 @@ def test_no_ledger_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EXPUNGE_LEDGER")
     done = call("ledger", "list")
     assert (done.returncode, "no ledger is named" in done.stderr) == (2, True)
+
+
+def test_a_name_that_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    call("ledger", "init")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    done = call("ledger", "request", "-")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "the input is not text" in done.stderr

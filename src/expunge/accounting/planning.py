@@ -9,6 +9,7 @@ target allows follows from it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +123,9 @@ def plan(
         check_value("whole", field, value)
     left = float(parameters) ** -0.25 if scale is None else scale
     check_value("positive", "scale", left)
+    if left < sys.float_info.min:
+        raise InputError.of("scale", scale, f"at least {sys.float_info.min}")
+    check_value("positive", "learning_rate", learning_rate)
     notes = list[str]()
     if samples is None or epochs is None:
         said = f"{EPOCHS if epochs is None else epochs:g} epochs of "

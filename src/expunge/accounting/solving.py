@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -42,12 +43,13 @@ def bracket(
 ) -> tuple[float, float] | None:
     """(bad, good) with ``excess(bad) > 0 >= excess(good)``, ``bad < good``, by doubling from start.
 
-    For an excess that falls as x grows. None when even ``highest`` is bad; ``bad`` is ``lowest``
-    when everything above it is good.
+    For an excess that falls as x grows, from any start. None when even ``highest`` is bad; ``bad``
+    is ``lowest`` when everything above it is good.
 
     >>> bracket(lambda x: 10 - x, 1.0, lowest=0.0, highest=1e300)
     (8.0, 16.0)
     """
+    start = min(max(start, sys.float_info.min), sys.float_info.max)
     x, factor = start, 2.0
     if excess(x) > 0:
         while True:

@@ -31,7 +31,7 @@ from expunge.auditing import attacks, bounds
 from expunge.auditing.attacks import DIRECTION, Adversary, Audited, Statistic, replaces_first_step
 from expunge.auditing.bounds import Audit, Choice, Claim, Counts, RunCheck
 from expunge.auditing.cells import examine_cells
-from expunge.auditing.trials import choose_noise, unlearn_stack
+from expunge.auditing.trials import check_seed, choose_noise, unlearn_stack
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.record import RunRecord
 from expunge.certificates.verification import find_differences
@@ -56,7 +56,6 @@ LEAST_PILOT = 400
 CLEAR = 0.2  # of the claim must be proved by the pilot before an attack is preferred to the first
 MOST_TRIALS, MOST_ASKED = 20_000_000, 2**29
 IMPROBABLE = 1e-9
-SEEDS = 2**30
 _CENTRE = (0.3, -0.2, 0.1)
 
 
@@ -96,8 +95,7 @@ def audit_mechanism(
         )
     if not seconds > 0:
         raise InputError.of("seconds", seconds, "a number above 0")
-    if seed is not None and not 0 <= seed < SEEDS:
-        raise InputError.of("seed", seed, f"a whole number from 0 to {SEEDS - 1}")
+    check_seed(seed)
     adversaries = attacks.list_adversaries(recipe, compared_to, (0.0, min(claim.epsilon, 2.0)))
     least = len(adversaries) * LEAST_PILOT + 2 * bounds.fewest_runs(confidence)
     if trials is not None and not least <= trials <= MOST_ASKED:

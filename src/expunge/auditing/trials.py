@@ -30,6 +30,8 @@ from expunge.processes.group import Processes
 from expunge.training.losses import LossFunction
 from expunge.training.randomness import untouched_random
 
+SEEDS = 2**30
+
 
 def unlearn_stack(
     model: nn.Module,
@@ -63,8 +65,15 @@ def unlearn_stack(
     return stack.model
 
 
+def check_seed(seed: int | None) -> None:
+    """Refuse a seed that has not all its places."""
+    if seed is not None and not 0 <= seed < SEEDS:
+        raise InputError.of("seed", seed, f"a whole number from 0 to {SEEDS - 1}")
+
+
 def choose_noise(seed: int | None, place: int) -> Noise:
     """The operating system's, or the noise at one of 2²³ places of a seed."""
+    check_seed(seed)
     return SystemNoise() if seed is None else SeededNoise((seed << 23) + place)
 
 

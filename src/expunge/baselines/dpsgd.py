@@ -59,7 +59,7 @@ from expunge.noisy.noise import Noise, StepNoise, check_noise, describe_noise
 from expunge.noisy.vector import CHUNK
 from expunge.processes.weights import hash_weights, list_tensors
 from expunge.progress import show_progress
-from expunge.recipes import Execution, GroupDPSGD
+from expunge.recipes import Execution, GroupDPSGD, check_value
 from expunge.training.losses import LossFunction, check_loss, compute_loss
 from expunge.training.randomness import DRAWS, refused_random, seed_random, untouched_random
 from expunge.training.settings import (
@@ -200,8 +200,7 @@ def _check_arguments(
         raise InputError.of("group_size", recipe.group_size, f"below the {count} examples")
     if physical_batch != int(physical_batch) or physical_batch < 1:
         raise InputError.of("physical_batch", physical_batch, "a whole number >= 1")
-    if not 0 <= learning_rate < math.inf:
-        raise InputError.of("learning_rate", learning_rate, "a finite number >= 0")
+    check_value("nonnegative", "learning_rate", learning_rate)
 
 
 class NoisySum:

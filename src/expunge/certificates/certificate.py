@@ -219,6 +219,10 @@ def certify(
     >>> round(certificate.epsilon, 4), certificate.compared_to, certificate.releasable
     (1.0, 'retrained', False)
     """
+    if not isinstance(parent, Certificate | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise InputError.of(
+            "parent", parent, "a Certificate, as Certificate.load reads one, or None"
+        )
     named = record.parent or (None if parent is None else parent.sha256)
     certificate = derive(
         record,

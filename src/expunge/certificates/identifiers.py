@@ -10,10 +10,10 @@ import hashlib
 import re
 import secrets
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, cast
 
 from expunge.errors import InputError
 
@@ -137,11 +137,12 @@ def _fold(name: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", name).casefold().split())
 
 
-def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
+def read_ids(ids: Iterable[Any], *, ordered: bool = False) -> tuple[str, ...]:
     """Identifiers as text, whatever holds them: a list, an array, a tensor, a column.
 
     What a person cannot see must not keep two identifiers apart: spaces at the ends, control,
-    format and ignorable characters are refused, and so is the empty text.
+    format and ignorable characters are refused, and so is the empty text. ``ordered``: one stands
+    for each sample, so that sets are refused.
 
     >>> read_ids([7, "e\\u0301"]) == ("7", "\\u00e9")
     True
@@ -150,6 +151,8 @@ def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
     ...
     expunge.errors.InputError: ids is 'p1\\r'; it must be visible text without spaces at its ends
     """
+    if ordered:
+        check_ordered(ids)
     names = tuple(unicodedata.normalize("NFC", _read_text(given)) for given in _list(ids))
     for name in names:
         seen = name.isprintable() and name.strip() == name and not _IGNORABLE.search(name)
@@ -158,15 +161,31 @@ def read_ids(ids: Iterable[Any]) -> tuple[str, ...]:
     return names
 
 
-def read_names(ids: Iterable[Any] | None) -> tuple[str, ...] | None:
+def read_names(ids: Iterable[Any] | None, *, ordered: bool = False) -> tuple[str, ...] | None:
     """:func:`read_ids`, and None for None."""
-    return None if ids is None else read_ids(ids)
+    return None if ids is None else read_ids(ids, ordered=ordered)
+
+
+def check_ordered(ids: object) -> None:
+    """Refuse sets and mappings where one identifier stands for each sample.
+
+    >>> check_ordered({"ann"})
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: ids is a set; it must be a list in the order of the samples
+    """
+    if isinstance(ids, Set | Mapping):
+        kind = type(cast(object, ids)).__name__
+        raise InputError(f"ids is a {kind}; it must be a list in the order of the samples")
 
 
 def _list(ids: Any) -> Iterable[object]:
     if isinstance(ids, str | bytes):
         raise InputError.of("ids", ids, "a list of identifiers, not one text")
-    return ids.tolist() if hasattr(ids, "tolist") else ids
+    try:
+        return iter(ids.tolist() if hasattr(ids, "tolist") else ids)
+    except TypeError:
+        raise InputError.of("ids", ids, "a list of identifiers") from None
 
 
 def _read_text(given: object) -> str:

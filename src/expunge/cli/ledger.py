@@ -337,7 +337,12 @@ def _read(person: str) -> str:
     """The identifier, not on the command line where other users may see it."""
     if person != "-":
         return person
-    lines = typer.get_text_stream("stdin").read(10_000).splitlines()
+    try:
+        lines = typer.get_text_stream("stdin").read(10_000).splitlines()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"the input is not text: {error.reason}; it must be one identifier"
+        ) from None
     if len(lines) != 1:
         raise InputError(f"the input has {len(lines)} lines; it must be one identifier")
     return lines[0]

@@ -6,8 +6,9 @@ import errno
 import os
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TextIO, cast
 
 import typer
 from typer.core import TyperGroup
@@ -303,24 +304,61 @@ def main() -> None:
 
 def run() -> None:
     """Every error raised on purpose is one sentence and an exit code."""
+    for stream in _list_streams():
+        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")  # a terminal in ASCII is shown ? for ε
     try:
-        app()
+        _run_command()
     except ExpungeError as error:
         if not error.told_by_another:
-            typer.echo(f"expunge: {error}", err=True)
+            _say(str(error))
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in EXTRAS:
             raise
         extra = f"pip install 'expunge[{EXTRAS[missing]}]'"
-        typer.echo(f"expunge: this command needs {missing}; {extra}", err=True)
+        _say(f"this command needs {missing}; {extra}")
         sys.exit(2)
     except BrokenPipeError:
         sys.exit(1)
     except OSError as error:
         if error.filename is None:
-            raise
-        typer.echo(f"expunge: {error.filename} cannot be used: {error.strerror}", err=True)
+            _say(f"what the command reads or prints failed: {error.strerror or error}")
+            sys.exit(RunError.exit_code)
+        _say(f"{error.filename} cannot be used: {error.strerror}")
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         sys.exit((RunError if full else InputError).exit_code)
+    finally:
+        _drop_unwritten()
+
+
+def _run_command() -> None:
+    """The command; what it printed is written before it counts as done."""
+    try:
+        app()
+    except SystemExit:
+        for stream in _list_streams():
+            stream.flush()
+        raise
+
+
+def _say(sentence: str) -> None:
+    with suppress(OSError):
+        typer.echo(f"expunge: {sentence}", err=True)
+
+
+def _drop_unwritten() -> None:
+    """What could not be written is not tried again when the interpreter ends, with another code."""
+    for stream in _list_streams():
+        try:
+            stream.flush()
+        except OSError:
+            with suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _list_streams() -> list[TextIO]:
+    return [
+        stream for stream in (sys.stdout, sys.stderr) if stream is not None and not stream.closed
+    ]

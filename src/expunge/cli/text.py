@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -22,8 +23,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON object on stdout."""
-    typer.echo(json.dumps(data, ensure_ascii=False, allow_nan=False, indent=2))
+    """One JSON object on stdout, in ASCII where that cannot hold every character."""
+    whole = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
+    typer.echo(json.dumps(data, ensure_ascii=not whole, allow_nan=False, indent=2))
 
 
 def print_preview(found: Preview) -> None:

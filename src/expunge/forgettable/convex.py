@@ -84,7 +84,7 @@ class ConvexHead:
             raise InputError.of("classes", classes, valid)
         settings = {"head": "convex-head", "loss": loss, "weight_decay": self.recipe.weight_decay,
                     "tolerance": self.recipe.tolerance}  # fmt: skip
-        folder = None if state is None else Path(state)
+        folder = None if state is None else Path(state).absolute()
         self._memory = Memory(features.describe, features.integers, targets, settings, folder, key)
         self._kept: _Kept | None = None
         self.half_passes = 0

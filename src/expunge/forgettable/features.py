@@ -101,14 +101,14 @@ class Features:
 
         ``again`` evaluates a few rows a second time; a released model leaves that out.
         """
-        x = _read(inputs)
+        x = read_numbers(inputs)
         if x.ndim < 2:
             raise InputError.of("inputs", tuple(x.shape), "rows of numbers, one row per example")
         return self.integers.quantise(self._evaluate(x, only_single, again))
 
     def choose_evaluation(self, inputs: Any) -> Evaluation:
         """How rows like these are evaluated on this machine; nothing but their shape is read."""
-        x = _read(inputs)
+        x = read_numbers(inputs)
         return "tested" if self.network is not None and self._passes(x) else "by construction"
 
     def _evaluate(self, x: Tensor, only_single: bool, again: bool) -> Reals:
@@ -197,9 +197,26 @@ def _name_shape(x: Tensor) -> tuple[object, ...]:
     return tuple(x.shape[1:]), x.dtype, torch.get_num_threads()
 
 
-def _read(inputs: Any) -> Tensor:
-    given = np.require(inputs, None, ["C", "W"]) if isinstance(inputs, np.ndarray) else inputs
-    return torch.as_tensor(given).detach()
+def read_numbers(given: Any, name: str = "inputs") -> Tensor:
+    """A dense tensor of real numbers, from whatever holds them; anything else is refused.
+
+    >>> read_numbers([["a"]])
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: inputs is a list; it must be a dense array or tensor of real numbers
+    """
+    kind = f"{given.dtype} array" if isinstance(given, np.ndarray) else type(given).__name__
+    refused = InputError(f"{name} is a {kind}; it must be a dense array or tensor of real numbers")
+    if isinstance(given, np.ma.MaskedArray):
+        raise InputError(f"{name} is a masked array; it must be one with nothing masked")
+    try:
+        held = np.require(given, None, ["C", "W"]) if isinstance(given, np.ndarray) else given
+        found = torch.as_tensor(held).detach()
+    except (TypeError, ValueError, RuntimeError):
+        raise refused from None
+    if found.layout != torch.strided or found.is_complex():
+        raise refused
+    return found
 
 
 def hash_network(network: nn.Module) -> str:

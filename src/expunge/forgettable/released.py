@@ -20,7 +20,7 @@ from expunge.certificates.record import (
     list_versions,
 )
 from expunge.errors import InputError
-from expunge.forgettable.features import Features
+from expunge.forgettable.features import Features, read_numbers
 from expunge.processes.weights import hash_weights
 from expunge.recipes import Execution, Recipe
 
@@ -102,9 +102,14 @@ def hash_head(weights: Weights) -> str:
 def check_inputs(data: Any, ids: Any) -> tuple[Iterator[tuple[Any, Any]], list[str]]:
     """(inputs, targets) and the identifiers; a Dataset is read in pieces, arrays are one."""
     paired = isinstance(data, tuple | list)
-    if paired and (len(data) != 2 or len(data[0]) != len(data[1])):
+    try:
+        counts = {len(part) for part in data} if paired else {len(data)}
+        whole = len(counts) == 1 and (not paired or len(data) == 2)
+    except TypeError:
+        counts, whole = set[int](), False
+    if not whole:
         raise InputError("data must be (inputs, targets) of one length, or a Dataset of such pairs")
-    names, count = list(read_ids(ids)), len(data[0]) if paired else len(data)
+    names, count = list(read_ids(ids, ordered=True)), counts.pop()
     if len(names) != count:
         raise InputError.of("ids", len(names), f"one identifier per example: {count}")
     return iter([(data[0], data[1])] if paired else _read_pieces(data)), names
@@ -115,5 +120,5 @@ def _read_pieces(dataset: Any) -> Iterator[tuple[Any, Any]]:
         pairs = [dataset[i] for i in range(start, min(start + PIECE, len(dataset)))]
         if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
             raise InputError("data must be (inputs, targets), or a Dataset of such pairs")
-        inputs = torch.stack([torch.as_tensor(x) for x, _ in pairs])
+        inputs = torch.stack([read_numbers(x) for x, _ in pairs])
         yield inputs, np.array([np.asarray(y).tolist() for _, y in pairs])

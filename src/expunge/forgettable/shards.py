@@ -147,7 +147,7 @@ class Shards:
         if state is None:
             state = tempfile.mkdtemp(prefix="expunge-shards-")
             weakref.finalize(self, shutil.rmtree, state, ignore_errors=True)
-        self._folder = Folder(Path(state))
+        self._folder = Folder(Path(state).absolute())
         self._fixed: PublicTensors | None = None
         self._settings: dict[str, Any] = {}
         self._behaviour = ""
@@ -177,7 +177,7 @@ class Shards:
         An example with an identifier and content that are already held is the same example:
         repeating a call that was cut short counts nothing twice.
         """
-        names = list(read_ids(ids))
+        names = list(read_ids(ids, ordered=True))
         if not names and len(data[0] if isinstance(data, tuple | list) else data) == 0:
             return 0
         examples = read_examples(self.plan.assignment, data, names)

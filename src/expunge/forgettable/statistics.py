@@ -85,7 +85,7 @@ class StatisticsHead:
         self.candidates = _check_candidates(regularisation)
         settings = {"head": "exact-statistics", "regularisation": list(self.candidates)}
         targets = Targets(classes, outputs, target_scale)
-        folder = None if state is None else Path(state)
+        folder = None if state is None else Path(state).absolute()
         self._memory = Memory(features.describe, features.integers, targets, settings, folder, key)
         self._released: bytes | None = None
 

@@ -218,11 +218,9 @@ def _list_ids(given: Any, held: Any, count: int, key: str = "ids") -> list[str]:
     if given is None:
         return [str(i) for i in range(count)]
     try:
-        names = identifiers.read_ids(given)
+        names = identifiers.read_ids(given, ordered=True)
     except InputError as error:
-        raise InputError(f"data.load: {error}") from None
-    except TypeError:
-        raise InputError.of(f"data.load: {key}", given, "a list of identifiers") from None
+        raise InputError(f"data.load: {key}{str(error).removeprefix('ids')}") from None
     if len(names) != count:
         valid = f"{count}, as many as samples"
         raise InputError.of(f"data.load: the number of {key}", len(names), valid)

@@ -129,7 +129,7 @@ def write_run(
                 certificate.save(draft / "certificate.json")
                 plain = to_plain(metrics or {})
                 text = json.dumps(plain, ensure_ascii=False, allow_nan=False, indent=1)
-                write_atomic(draft / "metrics.json", (text + "\n").encode())
+                write_atomic(draft / "metrics.json", (text + "\n").encode(), private=True)
                 write_report(draft)
             draft.replace(target)
         except BaseException:

@@ -12,7 +12,6 @@ from expunge.certificates import identifiers
 from expunge.errors import InputError
 from expunge.files import refuse_twice
 
-TABLES = (".csv", ".parquet")
 DELIMITERS = (",", ";", "\t")
 
 
@@ -21,14 +20,17 @@ def read_ids(path: str | Path, column: str | None = None) -> list[str]:
     semicolons or tabs) or Parquet file; from a JSON list of them, or of objects with ``column``.
 
     Blank lines are skipped, spaces around an identifier dropped, and one that is named again counts
-    once. Parquet needs ``pyarrow``.
+    once. Nobody is left out without a word: a row that names nobody is refused, and so is a cell
+    that goes on in the next line, as after a quote that is missing. Parquet needs ``pyarrow``.
     """
     file = Path(path)
     try:
         if file.suffix == ".json":
             found = _read_json(file, column)
-        elif column is not None or file.suffix in TABLES:
-            found = _read_column(file, column)
+        elif file.suffix == ".parquet":
+            found = _read_parquet(file, column)
+        elif column is not None or file.suffix == ".csv":
+            found = _read_csv(file, column)
         else:
             found = file.read_text(encoding="utf-8-sig").splitlines()
     except InputError:
@@ -53,31 +55,60 @@ def _read_json(file: Path, column: str | None) -> list[str]:
     found = list[str]()
     for place, item in enumerate(cast(list[object], given)):
         name = cast(dict[str, object], item).get(column or "") if isinstance(item, dict) else item
-        if isinstance(name, bool) or not isinstance(name, str | int):
+        known = isinstance(name, str | int) and not isinstance(name, bool)
+        if not known or not str(name).strip():
             wanted = "a text or a whole number" + (f" in {column!r}" if column else "")
             raise InputError.of(f"item {place} of {file}", item, wanted)
         found.append(str(name))
     return found
 
 
-def _read_column(file: Path, column: str | None) -> list[str]:
-    """A column of a CSV or Parquet file."""
-    if file.suffix == ".parquet":
-        try:
-            parquet: Any = importlib.import_module("pyarrow.parquet")
-        except ImportError as error:
-            raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
-        columns: list[str] = parquet.read_schema(file).names
-        chosen = [column] if column in columns else []
-        rows: list[dict[str, Any]] = parquet.read_table(file, columns=chosen).to_pylist()
-    else:
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            first = text.readline()
-            heads = {mark: next(csv.reader([first], delimiter=mark), []) for mark in DELIMITERS}
-            fits = [mark for mark, names in heads.items() if column in names]
-            mark = fits[0] if fits else max(heads, key=lambda mark: len(heads[mark]))
-            columns = heads[mark]
-            rows = list(csv.DictReader(text, columns, delimiter=mark))
+def _read_parquet(file: Path, column: str | None) -> list[str]:
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
+    _find_column(file, column, parquet.read_schema(file).names)
+    cells: list[object] = parquet.read_table(file, columns=[column]).column(0).to_pylist()
+    found = ["" if cell is None else str(cell) for cell in cells]
+    for row, cell in enumerate(found, 1):
+        if not cell.strip():
+            raise InputError(
+                f"row {row} of {file} has nothing in {column!r}; it must name somebody"
+            )
+    return found
+
+
+def _read_csv(file: Path, column: str | None) -> list[str]:
+    found = list[str]()
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        first = text.readline()
+        heads = {mark: next(csv.reader([first], delimiter=mark), []) for mark in DELIMITERS}
+        fits = [mark for mark, names in heads.items() if column in names]
+        mark = fits[0] if fits else max(heads, key=lambda mark: len(heads[mark]))
+        columns = heads[mark]
+        if any(end in cell for cell in columns for end in "\r\n"):
+            raise InputError(f"line 1 of {file} has a cell with a line break; is a quote missing?")
+        place = _find_column(file, column, columns)
+        rows, line = csv.reader(text, delimiter=mark), 2
+        for row in rows:
+            where = f"line {line} of {file}"
+            line = rows.line_num + 2
+            if any(end in cell for cell in row for end in "\r\n"):
+                raise InputError(f"{where} has a cell with a line break; is a quote missing?")
+            if any(cell.strip() for cell in row[len(columns) :]):
+                raise InputError(f"{where} has {len(row)} cells; it must have {len(columns)}")
+            cell = "".join(row[place : place + 1])
+            if not cell.strip() and any(other.strip() for other in row):
+                raise InputError(f"{where} has nothing in {column!r}; it must name somebody")
+            found.append(cell)
+    return found
+
+
+def _find_column(file: Path, column: str | None, columns: list[str]) -> int:
+    """Where the column stands, which must be there once."""
     if column is None or column not in columns:
         raise InputError.of(f"column of {file}", column, f"one of {columns}")
-    return ["" if row[column] is None else str(row[column]) for row in rows]
+    if columns.count(column) > 1:
+        raise InputError.of(f"column of {file}", column, f"there once, not twice as in {columns}")
+    return columns.index(column)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.identifiers import commit
 from expunge.certificates.record import Run, list_versions
 from expunge.errors import UnlearningError
+from expunge.files import write_atomic
 from expunge.jobs.data import Split, make_loader
 from expunge.jobs.directory import (
     FULL,
@@ -148,7 +148,8 @@ class _Running:
         )
         if self.processes.leads:
             try:
-                shutil.copyfile(self.work / "metrics.jsonl", target / "metrics.jsonl")
+                told = (self.work / "metrics.jsonl").read_bytes()
+                write_atomic(target / "metrics.jsonl", told, private=True)
             except OSError as error:
                 LOG.warning("the run is complete, but metrics.jsonl could not be kept: %s", error)
         return Finished(target, certificate, metrics)

@@ -21,6 +21,7 @@ State = Literal["open", "running", "answered", "refused", "withdrawn"]
 STATES: tuple[State, ...] = ("open", "running", "answered", "refused", "withdrawn")
 FORGOTTEN, ALREADY, NOT_HELD = "forgotten", "already forgotten", "not held"
 HELD_IN_NONE, WITHDRAWN = "held in none", "model withdrawn"
+MOST_NUMBER = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,8 @@ def end_request(
     connection: Connection, key: Key, number: int, state: Literal["refused", "withdrawn"], why: str
 ) -> None:
     """Withdraw or refuse a request on which nobody is working; what was done stays done."""
-    row = connection.execute(select(REQUESTS).where(REQUESTS.c.number == number)).one_or_none()
+    found = select(REQUESTS).where(REQUESTS.c.number == number)
+    row = connection.execute(found).one_or_none() if 0 < number <= MOST_NUMBER else None
     if row is None:
         raise InputError.of("request", number, "the number of a request of this ledger")
     if state == "refused" and not why.strip():
@@ -198,7 +200,8 @@ def list_requests(
         raise InputError.of("state", state, "one of " + ", ".join(STATES))
     chosen = select(REQUESTS).where(REQUESTS.c.number > after).order_by(REQUESTS.c.number)
     if numbers is not None:
-        chosen = chosen.where(REQUESTS.c.number.in_(list(numbers)))
+        given = [number for number in numbers if 0 < number <= MOST_NUMBER]
+        chosen = chosen.where(REQUESTS.c.number.in_(given))
     if person is not None:
         chosen = chosen.where(REQUESTS.c.person == person)
     if state is not None:

@@ -111,7 +111,9 @@ def unlearn(
     recipe, source = _check_recipe(recipe, start), check_noise(noise)
     check_loss(loss_fn)
     forgotten = read_names(forget_ids)
-    retained = read_names(find_ids(retain_loader) if retain_ids is None else retain_ids)
+    retained = read_names(
+        find_ids(retain_loader) if retain_ids is None else retain_ids, ordered=True
+    )
     forget, retain = commit_disjoint(forgotten, retained)
     read_retained(retain_loader, retained, forgotten)
     check_data(model, retain_loader)

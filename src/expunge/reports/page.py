@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from expunge.accounting.guarantee import is_exact, log_delta
 from expunge.certificates.certificate import Certificate
+from expunge.certificates.hashing import ADAPTER, find_weights, hash_weights
 from expunge.certificates.record import RunRecord
 from expunge.certificates.signing import holds
 from expunge.certificates.wording import (
@@ -134,6 +135,8 @@ def render_report(
 def write_report(directory: str | Path, *, public: bool = False) -> Path:
     """Write ``report.html`` (public: ``report-public.html``) from the files of a run directory.
 
+    Weights that are there must be those that the certificate is about.
+
     >>> write_report("/nowhere")
     Traceback (most recent call last):
     ...
@@ -155,6 +158,7 @@ def write_report(directory: str | Path, *, public: bool = False) -> Path:
         _load(folder / name, _read_object) if (folder / name).is_file() else None
         for name in ("metrics.json", "audit.json")
     )
+    _check_weights(certificate, find_weights(folder / "certificate.json"))
     text = render_report(record, certificate, metrics, audit, public=public)
     target = folder / ("report-public.html" if public else "report.html")
     try:
@@ -162,6 +166,18 @@ def write_report(directory: str | Path, *, public: bool = False) -> Path:
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror or error}") from None
     return target
+
+
+def _check_weights(certificate: Certificate, path: Path) -> None:
+    """The page says whether they may be released, so they must be the ones it speaks of."""
+    adapter = certificate.weights.adapter
+    told = certificate.weights.after
+    if path.name == ADAPTER:
+        told = None if adapter is None else adapter.hash
+    if path.exists() and hash_weights(path)[0] != told:
+        raise VerificationError(
+            f"no report is made of this certificate: {path} are not the weights that it is about"
+        )
 
 
 def _load(path: Path, read: Any) -> Any:

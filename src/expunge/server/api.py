@@ -13,6 +13,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BeforeValidator
 
 from expunge.ledger.clocks import Pace
+from expunge.ledger.requests import MOST_NUMBER
 from expunge.ledger.tokens import Token
 from expunge.server.access import (
     Choice,
@@ -29,7 +30,6 @@ from expunge.server.access import (
 from expunge.server.refusals import RefusedError
 from expunge.server.releases import TYPES, File
 from expunge.server.schemas import (
-    MOST_NUMBER,
     EventShown,
     MeShown,
     ModelShown,

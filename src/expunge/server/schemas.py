@@ -14,7 +14,6 @@ from expunge.ledger.requests import Request, State
 from expunge.ledger.tokens import Role
 from expunge.server.desk import Progress, Stage
 
-MOST_NUMBER = 2**31 - 1
 Text = Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
 Identifier = Annotated[str, StringConstraints(min_length=1, max_length=1_024)]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]

@@ -135,7 +135,7 @@ def split_forget(
     """
     if not 0 < fraction < 1:
         raise InputError.of("fraction", fraction, "a number between 0 and 1, both excluded")
-    names = np.array(read_ids(samples.ids), dtype=np.str_)
+    names = np.array(read_ids(samples.ids, ordered=True), dtype=np.str_)
     people, first = np.unique(names, return_index=True)
     people = people[np.argsort(first)]
     if len(people) < 2:

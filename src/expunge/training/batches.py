@@ -20,6 +20,7 @@ from torch.utils.data import (
     Subset,
 )
 
+from expunge.certificates.identifiers import check_ordered
 from expunge.errors import InputError, UnlearningError
 from expunge.training.randomness import capture_random, restore_random
 
@@ -55,6 +56,7 @@ class Batches:
             raise InputError.of(
                 "number of targets", len(targets), f"{len(inputs)}, as many as inputs"
             )
+        check_ordered(ids)
         if ids is not None and len(ids) != len(inputs):
             raise InputError.of("number of ids", len(ids), f"{len(inputs)}, as many as inputs")
         if batch_size != int(batch_size) or batch_size < 1:
@@ -234,6 +236,7 @@ def find_ids(data: object) -> Any:
     found = None if inner is None else find_ids(inner)
     if found is None or not isinstance(data, Subset):
         return found
+    check_ordered(found)
     listed = found.tolist() if hasattr(found, "tolist") else list(found)
     return [listed[at] for at in cast(Subset[Any], data).indices]
 

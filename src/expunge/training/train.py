@@ -407,7 +407,7 @@ def read_retained(
     ...
     expunge.errors.InputError: retain_ids holds 'b', which is forgotten (1 in all); ...
     """
-    names = read_names(find_ids(data) if ids is None else ids)
+    names = read_names(find_ids(data) if ids is None else ids, ordered=True)
     if names is None:
         return None
     count = count_samples(data)
