@@ -19,7 +19,7 @@ from options import Options, drive
 from plots import draw_lines, style_arm
 from problems import SETTINGS, load_problem
 from runs import Case, Store, run_cases
-from summary import average, compare, make_table
+from summary import average, compare, count_epochs, make_table
 
 METHODS = ("output-perturbation", "gradient-clipping", "model-clipping")
 ARMS = [RETRAIN, GAUSSIAN, *list_arms(METHODS)]
@@ -85,7 +85,7 @@ def plot(task: str, options: Options) -> None:
     rows = [
         [arm.name, *(average(entries, budget=b, **identify(arm)) for b in budgets)] for arm in ARMS
     ]
-    header = ["arm", *(f"{b:g} epochs" for b in budgets)]
+    header = ["arm", *(count_epochs(b) for b in budgets)]
     text = make_table(header, rows) + "\n\n" + tabulate_differences(entries, budgets) + "\n"
     (out / f"figure_budget_{task}.md").write_text(text, encoding="utf-8")
     print(text)
@@ -117,7 +117,7 @@ def tabulate_differences(entries: list[dict[str, Any]], budgets: list[float]) ->
         ]
         for a, b in pairs
     ]
-    return make_table(["paired difference, 95 %", *(f"{b:g} epochs" for b in budgets)], rows)
+    return make_table(["paired difference, 95 %", *(count_epochs(b) for b in budgets)], rows)
 
 
 def identify(arm: Arm) -> dict[str, Any]:

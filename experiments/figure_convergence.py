@@ -25,7 +25,7 @@ from options import Options, drive
 from plots import draw_lines, style_arm
 from problems import Problem, load_model, load_problem
 from runs import Store, find_commit
-from summary import Difference, Mean, make_table
+from summary import Difference, Mean, count_epochs, make_table
 
 ARMS = [
     Arm("retrain", "own"),
@@ -165,7 +165,7 @@ def plot(task: str, options: Options) -> None:
         for a in ARMS
         if a != clipped
     ]
-    text = make_table(["after about", *(f"{x:g} epochs" for x in marks)], rows) + "\n"
+    text = make_table(["after about", *(count_epochs(x) for x in marks)], rows) + "\n"
     (out / f"figure_convergence_{task}.md").write_text(text, encoding="utf-8")
     print(text)
 

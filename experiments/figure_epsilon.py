@@ -19,7 +19,7 @@ from options import Options, drive
 from plots import DASHES, EPSILON_COLOURS, MARKERS, draw_lines, style_arm
 from problems import SETTINGS, load_problem
 from runs import Case, Store, run_cases
-from summary import average, compare, make_table
+from summary import average, compare, count_epochs, make_table
 
 EPSILONS = (0.1, 1.0, 10.0)
 REDUCED = {"mnist": tuple(range(1, 10)), "cifar10": (1, 4), "digits": (1,)}
@@ -84,7 +84,7 @@ def plot(task: str, options: Options) -> None:
         vertical="test accuracy (%)",
         files=[out / f"figure_epsilon_{task}.{kind}" for kind in ("png", "svg")],
     )
-    header = ["arm", "true ε", *(f"{b:g} epochs" for b in budgets)]
+    header = ["arm", "true ε", *(count_epochs(b) for b in budgets)]
     rows = []
     for arm in arms:
         true = sorted(
@@ -94,7 +94,11 @@ def plot(task: str, options: Options) -> None:
                 if identify(arm).items() <= e.items() and "true_epsilon" in e
             }
         )
-        told = "0" if arm == RETRAIN else " … ".join(f"{t:.3g}" for t in (true[:1] + true[1:][-1:]))
+        told = (
+            "0"
+            if arm == RETRAIN
+            else " … ".join(dict.fromkeys(f"{t:.3g}" for t in (true[:1] + true[-1:])))
+        )
         means = [average(entries, budget=b, **identify(arm)) for b in budgets]
         rows.append([_name(arm), told, *means])
     pairs = []

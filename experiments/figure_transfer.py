@@ -30,7 +30,7 @@ from options import Options, drive
 from plots import draw_lines, style_arm
 from problems import SETTINGS, Problem, load_problem
 from runs import Case, Store, run_cases
-from summary import average, compare, make_table
+from summary import average, compare, count_epochs, make_table
 
 PRIVATE = Arm("dp-sgd", "certified", epsilon=50.0)
 SAME = Arm("retrain", "initialisation")
@@ -114,7 +114,7 @@ def plot(task: str, options: Options) -> None:
         files=[out / f"figure_{task}.{kind}" for kind in ("png", "svg")],
         logarithmic=True,
     )
-    header = [f"{b:g} epochs" for b in budgets]
+    header = [count_epochs(b) for b in budgets]
     rows = [
         [arm.name, *(average(entries, budget=b, **identify(arm)) for b in budgets)] for arm in ARMS
     ]

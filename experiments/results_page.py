@@ -91,7 +91,8 @@ def tabulate_sizes(out: Path) -> str:
             if not chosen:
                 continue
             budgets = sorted({e["budget"] for e in chosen})
-            seeds = len({e["seed"] for e in chosen})
+            counts = {len(set(found)) for found in _list_seeds(chosen).values()}
+            seeds = f"{min(counts)} to {max(counts)}" if len(counts) > 1 else max(counts)
             grid = FULL.get(task, tuple(range(1, 50, 3)))
             extent = "full grid" if set(grid) <= set(budgets) else "reduced grid"
             spent = sum(e["budget"] for e in chosen)
@@ -100,6 +101,15 @@ def tabulate_sizes(out: Path) -> str:
             rows.append([task, told, extent, shown, seeds, len(chosen), f"{spent:g}", certificates])
     header = ["task", "what", "size", "budgets (epochs)", "seeds", "runs", "epochs in all"]
     return make_table([*header, "verified certificates"], rows)
+
+
+def _list_seeds(entries: list[dict[str, Any]]) -> dict[tuple[str, float], list[int]]:
+    """The seeds of every arm at every budget."""
+    found = dict[tuple[str, float], list[int]]()
+    for entry in entries:
+        arm = entry["key"].split(" | ")[0]
+        found.setdefault((arm, entry["budget"]), []).append(entry["seed"])
+    return found
 
 
 def tabulate_claims(out: Path) -> str:

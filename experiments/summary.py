@@ -124,3 +124,12 @@ def make_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(map(str, row)) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def count_epochs(number: float) -> str:
+    """A budget in words.
+
+    >>> count_epochs(1.0), count_epochs(0.5)
+    ('1 epoch', '0.5 epochs')
+    """
+    return f"{number:g} epoch{'' if number == 1 else 's'}"

@@ -38,7 +38,7 @@ from expunge.tasks import digits
 from expunge.tasks.samples import Samples, split_forget
 from options import Options, drive
 from runs import Store, find_commit, keep_certificate
-from summary import average, compare, make_table
+from summary import average, compare, count_epochs, make_table
 
 EPSILON, BUDGETS, SEEDS, WIDTH = 1.0, (4, 12), 3, 16
 RETRAIN = "retrain, own"
@@ -155,7 +155,7 @@ def plot(task: str, options: Options) -> None:
     """Accuracies, and the paired differences to retraining."""
     entries = list(Store(options.out, "centre_digits").read().values())
     budgets = sorted({entry["budget"] for entry in entries})
-    header = [f"{b:g} epochs" for b in budgets]
+    header = [count_epochs(b) for b in budgets]
     rows = [
         [arm, *(average(entries, budget=b, arm=arm) for b in budgets)] for arm in [RETRAIN, *ARMS]
     ]
