@@ -97,6 +97,7 @@ def draw_panels(
     least = min((x for x, *_ in points if x > 0), default=1.0) / 2
     top = max(mean for _, mean, _ in points)
     floor = min(mean for _, mean, _ in points if mean >= top - window) - 0.5
+    roof = max(mean + spread for _, mean, spread in points)
     with plt.rc_context({"font.size": 7, "axes.spines.top": False, "axes.spines.right": False}):
         figure, several = plt.subplots(
             1, len(panels), figsize=(8.6, 1.2 * HEIGHT), sharex=True, sharey=True,
@@ -118,7 +119,7 @@ def draw_panels(
                                   xytext=(3, 3), textcoords="offset points")  # fmt: skip
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-            axes.set(title=heading, xlabel=horizontal, ylim=(floor, top + 0.06 * (top - floor)))
+            axes.set(title=heading, xlabel=horizontal, ylim=(floor, roof + 0.03 * (roof - floor)))
             axes.grid(alpha=0.25, linewidth=0.4)
         several[0][0].set_ylabel(vertical)
         figure.suptitle(title)
