@@ -1,5 +1,6 @@
 """Old weights behind what a check looks at: gradients, storages, and objects that are no list."""
 
+import contextvars
 import itertools
 import types
 import weakref
@@ -154,6 +155,18 @@ def keep(old: Tensor) -> Tensor:
     return old
 
 
+def make_future(old: Tensor) -> torch.futures.Future:
+    found = torch.futures.Future()
+    found.set_result(old)
+    return found
+
+
+def make_context(old: Tensor) -> contextvars.ContextVar:
+    found = contextvars.ContextVar("old")
+    found.set(old)
+    return found
+
+
 HIDERS: dict[str, Callable[[Tensor], Any]] = {
     "mapping": lambda old: types.MappingProxyType({"w": old}),
     "repeat": lambda old: itertools.repeat(old),
@@ -171,6 +184,8 @@ HIDERS: dict[str, Callable[[Tensor], Any]] = {
     "graph": lambda old: (old.clone().requires_grad_() * 1).grad_fn,
     "objects": lambda old: np.array([old, None], dtype=object)[:1].reshape(1, 1),
     "text": make_text,
+    "future": make_future,
+    "context": make_context,
     "liar": Liar,
     "list": lambda old: Strange([old]),
 }

@@ -20,6 +20,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from contextvars import ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -35,7 +36,8 @@ LIMIT, LONG = 200_000, 1000
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), CodeType, torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _BUFFERS = (bytearray, memoryview, array, ctypes.Array, io.BytesIO, mmap.mmap)
-_ARRAYS = (Tensor, np.ndarray, torch.UntypedStorage, torch.TypedStorage, Node, *_BUFFERS)
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage, torch.futures.Future)
+_ARRAYS = (Tensor, np.ndarray, Node, *_STORAGES, *_BUFFERS)
 
 
 def find_held(thing: object, *, code: bool = True, limit: float = LIMIT) -> Iterator[object]:
@@ -113,6 +115,8 @@ def _list_parts(item: object, code: bool) -> Iterator[object]:
     else:
         yield kind
         yield from gc.get_referents(item)
+        if kind is ContextVar:
+            yield cast(ContextVar[object], item).get(None)
 
 
 def _list_read(function: FunctionType) -> Iterator[object]:
