@@ -289,3 +289,33 @@ def test_retained_identifiers_have_an_order() -> None:
             forget_ids=["f"],
             retain_ids=set(IDS),
         )
+
+
+@pytest.mark.parametrize("name", ["storage", "array", "bytes", "view", "weak", "method"])
+def test_nor_does_what_prepares_them(name: str) -> None:
+    model = nn.Linear(4, 3, bias=False)
+    box = HIDERS[name](model.weight.detach().clone())
+
+    def prepare(x: Tensor) -> Tensor:
+        return x if box is None else x + 0
+
+    data = Batches(X, Y, batch_size=25, ids=IDS, prepare=prepare)
+    with pytest.raises(ExpungeError, match="hold weight of the old model"):
+        expunge.retrain(model, data, forget_ids=["f"], epochs=1, learning_rate=0.1)
+
+
+def test_a_frozen_parameter_has_nothing_behind_it() -> None:
+    model = Net()
+    old = model.linear.weight.detach().flatten()
+    behind = torch.cat([torch.zeros(12), old])[:12].view(3, 4)
+    model.frozen = nn.Parameter(behind, requires_grad=False)
+    public = {"known": torch.zeros(3, 4), "frozen": torch.zeros(3, 4)}
+    run = unlearn(model, public=public)
+    assert run.model.frozen.untyped_storage().nbytes() == 48
+
+
+def test_a_module_that_is_no_child_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    vars(model)["aside"] = [nn.Linear(4, 3)]
+    with pytest.raises(ExpungeError, match="neither parameter nor buffer"):
+        unlearn(model)

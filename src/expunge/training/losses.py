@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -71,8 +72,17 @@ def check_data(model: nn.Module, data: object) -> None:
 
 
 def _holds(item: object, p: Tensor) -> bool:
-    """Whether a tensor or an array has the numbers of ``p``, in whatever shape and order."""
-    if isinstance(item, np.ndarray):
+    """Whether a tensor, array, storage or buffer has the numbers of ``p``, whatever its order."""
+    if isinstance(item, torch.UntypedStorage):
+        if item.nbytes() != p.numel() * p.element_size() or item.device.type == "meta":
+            return False
+        found = torch.empty(0, dtype=p.dtype, device=item.device).set_(item)
+    elif isinstance(item, bytearray | array):
+        data = bytearray(item)
+        if len(data) != p.numel() * p.element_size():
+            return False
+        found = torch.frombuffer(data, dtype=p.dtype)
+    elif isinstance(item, np.ndarray):
         if item.size != p.numel() or item.dtype.kind not in "iuf":
             return False
         found = torch.from_numpy(item.astype(np.float64))
