@@ -1,1 +1,0 @@
-"""Requests of people, and the releases that answer them: due when, held where, proven by what."""
