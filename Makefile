@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 TESTS ?=
 
-.PHONY: demo test test-slow check bench auditor paper clean
+.PHONY: demo test test-slow check bench paper clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.runtime  ## every route, certified and verified, on data that ships with a dependency
@@ -23,21 +23,16 @@ check: $(VENV)/.development  ## format, lint, types, layers, the site, and nothi
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
-	$(BIN)/python -m pytest -q -n 0 tests/whole/test_surface.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q -n 0 tests/test_surface.py
 
 bench: $(VENV)/.development  ## ratios measured in one run; writes benchmarks/results/latest.json
 	$(BIN)/python -m benchmarks.run
 
-auditor: $(VENV)/.development  ## what an auditor installs, from the wheel: no torch; its size
-	$(BIN)/python -m benchmarks.auditor
-
-paper: $(VENV)/.development  ## every table and figure of the paper; finished runs are not run again
-	$(BIN)/python experiments/train_reference.py --task mnist
-	$(BIN)/python experiments/train_reference.py --task cifar10
+paper: $(VENV)/.development  ## every table and figure; what is finished is not run again; SMOKE=1
 	@for script in experiments/table_*.py experiments/figure_*.py experiments/search.py; do \
-	  echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
-	$(BIN)/python experiments/results_page.py
+	  echo "== $$script"; $(BIN)/python "$$script" $(if $(SMOKE),--smoke) || exit 1; done
+	$(BIN)/python experiments/results_page.py $(if $(SMOKE),--check)
 
 clean:
 	rm -rf $(VENV) runs
@@ -50,5 +45,5 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.development: $(VENV)/.runtime
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' -e ./ledger
 	@touch $@

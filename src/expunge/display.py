@@ -1,76 +1,75 @@
-"""What a notebook and ``print`` show of a plan, a guarantee or a certificate: one small table."""
+"""What ``print`` and a notebook show of a plan, a guarantee or a certificate: one small table."""
 
 from __future__ import annotations
 
 import decimal
-import html
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
+
+# Default_Ignorable_Code_Point of Unicode and the blank of Braille: a reader is shown nothing.
+_BLANK = re.compile(
+    "[\u00ad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u202a-\u202e\u2060-\u206f"
+    "\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufff8\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff]"
+)
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """A title, rows whose first cell names them, and a sentence below.
+class Shown:
+    """In a notebook, too, this is shown as ``print`` shows it."""
 
-    >>> sheet = Sheet("Guarantee", [("epsilon", "1"), ("delta", "1e-5")], note="<b>")
-    >>> print(sheet.to_text())
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(str(self))
+
+
+def tabulate(
+    title: str, rows: Sequence[tuple[str, ...]], names: tuple[str, ...] = (), note: str = ""
+) -> str:
+    """A title, columns whose first cells name the rows, and a sentence below.
+
+    >>> print(tabulate("Guarantee", [("epsilon", "1"), ("delta", "1e-5")], note="Both hold."))
     Guarantee
       epsilon  1
       delta    1e-5
-    <b>
-    >>> sheet.to_html().count("&lt;b&gt;"), sheet.to_html().count("<tr>")
-    (1, 2)
+    Both hold.
     """
-
-    title: str
-    rows: Sequence[tuple[str, ...]]
-    names: tuple[str, ...] = ()
-    note: str = ""
-
-    def to_text(self) -> str:
-        """The sheet in columns, one line for each row."""
-        rows = [tuple(map(_clean, row)) for row in (self.names, *self.rows) if row]
-        widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-        lines = [
-            "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join([_clean(self.title), *lines, *([_clean(self.note)] if self.note else [])])
-
-    def to_html(self) -> str:
-        """The sheet as a table in the colours of the page around it, all text escaped."""
-        head = "".join(f'<th scope="col" {_LEFT}>{_escape(name)}</th>' for name in self.names)
-        body = "".join(
-            f'<tr><th scope="row" {_LEFT}>{_escape(first)}</th>'
-            + "".join(f"<td {_LEFT}>{_escape(cell)}</td>" for cell in rest)
-            + "</tr>"
-            for first, *rest in self.rows
-        )
-        return (
-            f"<table {_PLAIN}><caption {_LEFT}>{_escape(self.title)}</caption>"
-            + (f"<thead><tr>{head}</tr></thead>" if head else "")
-            + f"<tbody>{body}</tbody></table>"
-            + (f"<p>{_escape(self.note)}</p>" if self.note else "")
-        )
+    cells = [tuple(map(clean, row)) for row in (names, *rows) if row]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    return "\n".join([clean(title), *lines, *([clean(note)] if note else [])])
 
 
-_PLAIN = 'style="color: inherit; background: none"'
-_LEFT = 'style="text-align: left"'
+def is_visible(text: str) -> bool:
+    """Whether every character can be seen; some that Unicode calls letters, signs or marks cannot.
+
+    >>> is_visible("Zoë: 日本 ✓"), is_visible("a\\x1b"), is_visible("a\\u3164")
+    (True, False, False)
+    """
+    return text.isprintable() and not _BLANK.search(text)
 
 
-def _clean(text: str) -> str:
-    """One line in which every character is one that can be seen.
+def clean(text: str) -> str:
+    """One line in which every character can be seen: how words of a file reach a terminal.
 
-    >>> _clean("a\\n b\\x1b[2J")
+    >>> clean("a\\n b\\x1b[2J")
     'a b�[2J'
     """
     return "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
+        c if is_visible(c) else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
     )
 
 
-def _escape(text: str) -> str:
-    return html.escape(_clean(text))
+def shorten(value: object) -> str:
+    """A value as Python writes it, in at most 80 characters.
+
+    >>> shorten([1.5, "a"]), len(shorten("a" * 100))
+    ("[1.5, 'a']", 80)
+    """
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def round_up(value: float, digits: int = 6) -> str:

@@ -1,11 +1,14 @@
-"""Files that are either complete or not there, and reads that cannot run away."""
+"""The only writer and the only lock: files and folders that are complete or not there, and reads
+that cannot run away."""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import math
 import os
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Generator, Iterable, Mapping
@@ -16,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, cast
 
-from expunge.errors import CertificateError, InputError
+from expunge.errors import CertificateError, InputError, RunError
 
 if sys.platform == "win32":
     _AT_ONCE = os.O_BINARY
@@ -25,8 +28,8 @@ else:
 
     _AT_ONCE = os.O_NONBLOCK
 
-
-_LATER = ContextVar("_LATER", default=False)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_SYNCED_LATER = ContextVar("_SYNCED_LATER", default=False)
 
 
 def write_atomic(
@@ -47,40 +50,160 @@ def write_atomic(
         raise InputError.of("path", str(target), "inside a folder that exists")
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
     try:
-        with open(temporary, "xb", opener=_open_private if private else None) as file:
+        with open(temporary, "xb", opener=open_private if private else None) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
-            if not _LATER.get():
+            if not _SYNCED_LATER.get():
                 os.fsync(file.fileno())
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if not _LATER.get():
-        _sync_folder(target.parent)
+    if not _SYNCED_LATER.get():
+        sync_folder(target.parent)
 
 
-def _open_private(path: str, flags: int) -> int:
+def open_private(path: str, flags: int) -> int:
+    """An opener for :func:`open`: a new file that only its owner may read."""
     return os.open(path, flags, 0o600)
 
 
+def check_free(target: str | Path) -> Path:
+    """``target`` as a path, if a folder may be written there; nothing is ever overwritten.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as empty:
+    ...     check_free(empty) == Path(empty)
+    True
+    """
+    path = Path(target)
+    home = next(place for place in path.absolute().parents if place.exists())
+    if path.is_dir() and any(path.iterdir()):
+        raise InputError(f"folder {path} already holds files; name another one or remove it first")
+    if path.exists() and not path.is_dir():
+        raise InputError(f"folder {path} is a file; name a folder")
+    if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
+        why = "cannot be written" if home.is_dir() else "is a file"
+        raise InputError(f"folder {path} cannot be made: {home} {why}")
+    return path
+
+
 @contextmanager
-def synced_together(folder: Path) -> Generator[None]:
-    """Files written into a new folder meanwhile are made durable at the end, all at once."""
-    token = _LATER.set(True)
+def new_folder(target: str | Path) -> Generator[Path]:
+    """A hidden sibling to write into, which becomes ``target`` by one rename when all is written.
+
+    What is written meanwhile is made durable at the end, all at once. Drafts that killed processes
+    left are removed first.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     with new_folder(Path(place) / "run") as draft:
+    ...         write_atomic(draft / "certificate.json", b"{}")
+    ...     [str(p.relative_to(place)) for p in sorted(Path(place).rglob("*"))]
+    ['run', 'run/certificate.json']
+    """
+    path = check_free(target).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for left in path.parent.glob(f".{_escape(path.name)}.*.tmp"):
+        _remove_abandoned(left)
+    draft, handle = _make_draft(path)
+    token = _SYNCED_LATER.set(True)
     try:
+        yield draft
+        sync_files(found for found in draft.rglob("*") if found.is_file())
+        for place in (*filter(Path.is_dir, draft.rglob("*")), draft):
+            sync_folder(place)
+        draft.replace(path)
+        sync_folder(path.parent)
+    except BaseException as error:
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise RunError(
+                f"folder {path} could not be written ({error.strerror}); nothing of it is left: "
+                "make room or name another place, and try again"
+            ) from None
+        raise
+    finally:
+        _SYNCED_LATER.reset(token)
+        os.close(handle)
+
+
+def _make_draft(path: Path) -> tuple[Path, int]:
+    """A draft, and a handle whose lock says that its writer lives."""
+    while True:
+        draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+        draft.mkdir()
+        if sys.platform == "win32":
+            return draft, os.open(os.devnull, os.O_RDONLY)
+        handle = os.open(draft, os.O_RDONLY)
+        if _try_lock(handle) and draft.exists():
+            return draft, handle
+        os.close(handle)  # another process saw it between the two calls, unlocked
+
+
+def _remove_abandoned(left: Path) -> None:
+    if sys.platform == "win32":
+        return
+    try:
+        handle = os.open(left, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return
+    try:
+        if _try_lock(handle):
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _escape(name: str) -> str:
+    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+
+
+def _try_lock(handle: int) -> bool:
+    if sys.platform == "win32":
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def lock(path: str | Path, taken: str) -> Generator[None]:
+    """The lock at ``path``, a file; :class:`RunError` with the words ``taken`` if others have it.
+
+    It ends with its process, however that ends.
+    """
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        if not _try_lock(handle):
+            raise RunError(taken)
         yield
     finally:
-        _LATER.reset(token)
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(_sync_file, [path for path in folder.rglob("*") if path.is_file()]))
-    for place in (*filter(Path.is_dir, folder.rglob("*")), folder):
-        _sync_folder(place)
+        os.close(handle)
+
+
+def sync_files(paths: Iterable[Path]) -> None:
+    """Make files durable, several at once: a disk answers many together."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(_sync_file, paths))
 
 
 def _sync_file(path: Path) -> None:
-    with path.open("rb+") as file:
+    with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the system lets a folder be opened."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def open_regular(path: str | Path, what: str) -> BufferedReader:
@@ -117,36 +240,18 @@ def read_limited(path: str | Path, limit: int, what: str) -> bytes:
     with open_regular(path, what) as file:
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise CertificateError(f"{what} {path} is larger than {limit:,} bytes")
+        shown = ascii(str(path))[1:-1]
+        raise CertificateError(f"{what} {shown} is larger than {limit:,} bytes")
     return data
 
 
-@contextmanager
-def hold_lock(path: Path, taken: str) -> Generator[None]:
-    """Hold the lock file at ``path``; :class:`InputError` with the words ``taken`` if others do."""
-    if sys.platform == "win32":
-        yield
-        return
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(taken) from None
-        yield
-    finally:
-        os.close(handle)
+def is_inside(name: str) -> bool:
+    """Whether this names a file in a folder, wherever that folder is.
 
-
-def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, where the system lets a folder be opened."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    >>> is_inside("adapter/config.json"), is_inside("../x"), is_inside("/x"), is_inside("c:x")
+    (True, False, False, False)
+    """
+    return not any(part in ("", ".", "..") or set(part) & set("\\:") for part in name.split("/"))
 
 
 def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 
@@ -34,12 +33,7 @@ class Bar:
         self.update(0, self._title)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
     def update(self, done: int, title: str | None = None) -> None:
@@ -50,7 +44,7 @@ class Bar:
         elif self._lines:
             print(self._title, file=sys.stderr, flush=True)
 
-    def tell(self, line: str) -> None:
+    def write(self, line: str) -> None:
         """A line of its own, above the bar if there is one."""
         if self._drawn:
             self._bar.console.print(line, markup=False, highlight=False)

@@ -1,11 +1,11 @@
-"""What ran, or will run, as frozen data: one class per method, validated where it is made.
+"""What ran, or will run, and what it guarantees, as frozen data: one class per method.
 
-Full words outside, the paper's letters inside (docs/notation.md):
+Full words outside, the paper's letters inside (docs/theory.md):
 start_clip C0 · grad_clip C1 · model_clip C2 · learning_rate γ · weight_decay λ · noise_std σ ·
 start_noise_std σ0 · steps T. ``Π_C`` scales ``x - centre`` down to norm C; ``ξ ~ N(0, σ²I)``.
 
-A field is described once, by ``field(metadata=_say(kind, meaning))``. :func:`describe_fields` reads
-that: validation here, the certificate's wire format, options and job keys are all made from it.
+A field is described once, by ``_describe(kind, meaning)``. :func:`describe_fields` reads that:
+validation here, the certificate's wire format, options and job keys are all made from it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from expunge.display import Sheet, round_up
+from expunge.display import Shown, round_up, tabulate
 from expunge.errors import InputError
 
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
-Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "flag", "schedule"]
+Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "schedule"]
+ComparedTo = Literal["retrained", "centre"]
 MAX_WHOLE = 2**53
 # A guarantee is verified step by step in 50 digits; a step of model clipping takes longest.
 MAX_STEPS, MAX_MIXING_STEPS = 1_000_000, 10_000
@@ -37,18 +37,19 @@ class Parameter:
     """One field of a recipe: what it may be, and what it means in one sentence.
 
     ``kind`` is one of: radius (a number ≥ 0, infinity for "not clipped"), nonnegative and positive
-    (finite numbers), fraction (in (0, 1]), whole (≥ 1), flag, schedule (a finite number ≥ 0, or
-    ``steps`` of them). ``optional``: None is allowed. ``default`` is None where ``required``.
+    (finite numbers), fraction (below 1), whole (≥ 1), schedule (a finite number ≥ 0, or ``steps``
+    of them). ``optional``: None is allowed. ``default`` is None where ``required``.
     """
 
     name: str
     kind: Kind
     meaning: str
     required: bool
-    default: float | bool | None
+    default: float | None
     optional: bool
 
 
+@functools.cache
 def describe_fields(method: type[Recipe] | str) -> tuple[Parameter, ...]:
     """The parameters of a method, in order, given its class or its name.
 
@@ -57,44 +58,29 @@ def describe_fields(method: type[Recipe] | str) -> tuple[Parameter, ...]:
     >>> [p.name for p in describe_fields(GradientClipping) if not p.required]
     ['start_noise_std', 'model_clip']
     """
-    return _describe(METHODS[method] if isinstance(method, str) else method)
-
-
-@functools.cache
-def _describe(kind: type[Recipe]) -> tuple[Parameter, ...]:
     found: list[Parameter] = []
-    for f in fields(kind):
+    for f in fields(METHODS[method] if isinstance(method, str) else method):
         required = f.default is f.default_factory
         default = None if required else cast(Any, f.default)
+        kind, meaning = cast(tuple[Kind, str], f.metadata["about"])
         optional = not required and default is None
-        about = cast(Mapping[str, Any], f.metadata)
-        found.append(
-            Parameter(f.name, about["kind"], about["meaning"], required, default, optional)
-        )
+        found.append(Parameter(f.name, kind, meaning, required, default, optional))
     return tuple(found)
 
 
-def _say(kind: Kind, meaning: str) -> Mapping[str, str]:
-    return MappingProxyType({"kind": kind, "meaning": meaning})
+def _describe(kind: Kind, meaning: str) -> Mapping[str, tuple[Kind, str]]:
+    return {"about": (kind, meaning)}
 
 
-_START_CLIP = _say("radius", "Radius the old model is clipped to before any noise, C0.")
-_MODEL_CLIP = _say("radius", "Radius the model is clipped to before each noise, C2.")
-_LEARNING_RATE = _say("schedule", "Learning rate of the noisy steps, γ.")
-_WEIGHT_DECAY = _say("nonnegative", "Pull towards the centre in the noisy steps, λ.")
-_STEPS = _say("whole", "Number of noisy steps, T.")
-_NOISE_STD = _say("schedule", "Noise added to each coordinate in each step, σ.")
-_START_NOISE_STD = _say("nonnegative", "Noise added to the clipped old model, σ0.")
-_ONE_NOISE = _say("nonnegative", "Noise added to each coordinate, σ.")
-_GROUP_SIZE = _say("whole", "How many examples may be forgotten, k.")
-_RATE = _say("positive", "Step size of full-batch descent, η.")
-_TRAIN_STEPS = _say("whole", "Steps on all data, T.")
-_RETAIN_STEPS = _say("whole", "Steps on the retained data, K.")
-_GRADIENT_BOUND = _say("nonnegative", "Largest gradient norm of one example's loss, G.")
-_SMOOTHNESS = _say("nonnegative", "Smoothness of one example's loss, L_f.")
-_STRONG_CONVEXITY = _say("nonnegative", "Strength of the quadratic term of the objective, m.")
-_EXAMPLES = _say("whole", "Number of training examples, n.")
-_CONVEX = _say("flag", "Whether each example's loss is convex.")
+_START_CLIP = _describe("radius", "Radius the old model is clipped to before any noise, C0.")
+_GRAD_CLIP = _describe("radius", "Radius each gradient is clipped to, C1.")
+_MODEL_CLIP = _describe("radius", "Radius the model is clipped to before each noise, C2.")
+_LEARNING_RATE = _describe("schedule", "Learning rate of the noisy steps, γ.")
+_WEIGHT_DECAY = _describe("nonnegative", "Pull towards the centre in the noisy steps, λ.")
+_STEPS = _describe("whole", "Number of noisy steps, T.")
+_NOISE_STD = _describe("schedule", "Noise added to each coordinate in each step, σ.")
+_START_NOISE_STD = _describe("nonnegative", "Noise added to the clipped old model, σ0.")
+_ONE_NOISE = _describe("nonnegative", "Noise added to each coordinate, σ.")
 
 
 class _Validated:
@@ -114,7 +100,7 @@ class _Validated:
 
 @dataclass(frozen=True)
 class OutputPerturbation(_Validated):
-    """x = Π_{C0}(x̂) + ξ. One Gaussian, then any fine-tuning on retained data.
+    """x = Π_{C0}(x̂) + ξ. One Gaussian, then any training on retained data.
 
     >>> OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
     OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
@@ -138,7 +124,7 @@ class GradientClipping(_Validated):
     """
 
     start_clip: float = field(metadata=_START_CLIP)
-    grad_clip: float = field(metadata=_say("radius", "Radius each gradient is clipped to, C1."))
+    grad_clip: float = field(metadata=_GRAD_CLIP)
     learning_rate: Schedule = field(metadata=_LEARNING_RATE)
     weight_decay: float = field(metadata=_WEIGHT_DECAY)
     steps: int = field(metadata=_STEPS)
@@ -169,122 +155,54 @@ class ModelClipping(_Validated):
 
 @dataclass(frozen=True)
 class Retraining(_Validated):
-    """Train again on the retained data from a start that never saw the old model: (0, 0)."""
+    """Train again on the retained data from a public start: (0, 0)."""
 
 
 @dataclass(frozen=True)
-class GroupDPSGD(_Validated):
-    """DP-SGD on all data, Poisson sampled, and a forget set of ``group_size`` examples.
-
-    Each step sums per-example gradients clipped to ``clip`` over a Poisson sample of rate
-    ``sampling_rate`` and adds ``N(0, (noise_multiplier · clip)² I)``. Nothing is run on request.
-    """
-
-    clip: float = field(metadata=_say("positive", "Norm each example's gradient is clipped to."))
-    noise_multiplier: float = field(
-        metadata=_say("nonnegative", "Noise of each step in units of the clip.")
-    )
-    sampling_rate: float = field(
-        metadata=_say("fraction", "Probability of each example to be in a step's sample.")
-    )
-    steps: int = field(metadata=_say("whole", "Number of DP-SGD steps, T."))
-    group_size: int = field(metadata=_GROUP_SIZE)
+class LinearModel(_Validated):
+    """A linear model solved again from what is stored of the retained rows: (0, 0)."""
 
 
 @dataclass(frozen=True)
-class _FullBatch(_Validated):
-    learning_rate: float = field(metadata=_RATE)
-    noise_std: float = field(metadata=_ONE_NOISE)
-    train_steps: int = field(metadata=_TRAIN_STEPS)
-    steps: int = field(metadata=_RETAIN_STEPS)
-    gradient_bound: float = field(metadata=_GRADIENT_BOUND)
-    smoothness: float = field(metadata=_SMOOTHNESS)
-    strong_convexity: float = field(metadata=_STRONG_CONVEXITY)
-    examples: int = field(metadata=_EXAMPLES)
-    group_size: int = field(metadata=_GROUP_SIZE)
-    convex: bool = field(default=True, metadata=_CONVEX)
-
-
-@dataclass(frozen=True)
-class NoisyDescent(_FullBatch):
-    """Langevin-style: T noisy full-batch steps on all data, then K on the retained data.
-
-    ``x ← x - η ∇F(x) + N(0, σ²I)`` from a public start, with ``F = (1/n) Σ f_i + (m/2)‖x‖²``,
-    ``‖∇f_i‖ ≤ G`` (``gradient_bound``), ``f_i`` ``L_f``-smooth (``smoothness``), ``m`` =
-    ``strong_convexity``; the certifying algorithm runs all T + K steps on the retained data.
-    ``group_size`` of ``examples`` are removed. The constants are assumptions: the guarantee holds
-    where they do.
-    """
-
-
-@dataclass(frozen=True)
-class RewindToDelete(_FullBatch):
-    """T noiseless full-batch steps on all data, rewind K, redo on retained data, one Gaussian.
-
-    Symbols and assumptions as in :class:`NoisyDescent`.
-    """
-
-
-@dataclass(frozen=True)
-class ExactStatistics(_Validated):
-    """Ridge regression from exact integer sums of public features (THEORY, section 10): (0, 0)."""
-
-
-@dataclass(frozen=True)
-class ConvexHeadRecipe(_Validated):
-    """Strongly convex regression on public features (THEORY, section 11).
-
-    ``F(w) = (1/n) Σ ℓ + (m/2)‖w‖²`` on retained rows. With ``noise_std = 0`` it was solved from
-    zero, which is (0, 0). Otherwise from the old weights until ‖∇F(w)‖ ≤ τ, and ``w + ξ`` was
-    released: ``‖w - w*‖ ≤ τ/m``, so μ = τ/(m σ).
-
-    >>> ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=3.73e-4).tolerance
-    1e-09
-    """
-
-    weight_decay: float = field(
-        metadata=_say("positive", "Strength of the ridge on all weights, m.")
-    )
-    tolerance: float = field(metadata=_say("positive", "Largest gradient norm at the solution, τ."))
-    noise_std: float = field(default=0.0, metadata=_ONE_NOISE)
-
-
-@dataclass(frozen=True)
-class ShardedTraining(_Validated):
+class Sharding(_Validated):
     """An ensemble of networks that never see each other's data (THEORY, section 12): (0, 0).
 
-    >>> ShardedTraining(shards=8, slices=4)
-    ShardedTraining(shards=8, slices=4)
+    >>> Sharding(shards=8, slices=4)
+    Sharding(shards=8, slices=4)
     """
 
-    shards: int = field(metadata=_say("whole", "Number of networks, S."))
-    slices: int = field(metadata=_say("whole", "Number of slices of each network's data, R."))
+    shards: int = field(metadata=_describe("whole", "Number of networks, S."))
+    slices: int = field(metadata=_describe("whole", "Number of slices of each network's data, R."))
 
 
 NoisyRecipe = OutputPerturbation | GradientClipping | ModelClipping
-DescentRecipe = NoisyDescent | RewindToDelete
-HeadRecipe = ExactStatistics | ConvexHeadRecipe
-Recipe = NoisyRecipe | Retraining | GroupDPSGD | DescentRecipe | HeadRecipe | ShardedTraining
+ExactRecipe = Retraining | LinearModel | Sharding
+Recipe = NoisyRecipe | ExactRecipe
 
 METHODS: Mapping[str, type[Recipe]] = {
     "output-perturbation": OutputPerturbation,
     "gradient-clipping": GradientClipping,
     "model-clipping": ModelClipping,
     "retraining": Retraining,
-    "group-dp-sgd": GroupDPSGD,
-    "noisy-descent": NoisyDescent,
-    "rewind-to-delete": RewindToDelete,
-    "exact-statistics": ExactStatistics,
-    "convex-head": ConvexHeadRecipe,
-    "shards": ShardedTraining,
+    "linear-model": LinearModel,
+    "shards": Sharding,
 }
+
+
+def is_exact(recipe: Recipe) -> bool:
+    """Whether the release is a function of public things and retained data alone: (0, 0).
+
+    >>> is_exact(Retraining()), is_exact(OutputPerturbation(start_clip=1.0, noise_std=4.0))
+    (True, False)
+    """
+    return isinstance(recipe, ExactRecipe)
 
 
 def method_name(recipe: Recipe) -> str:
     """The method's name on the command line and in files.
 
-    >>> method_name(Retraining())
-    'retraining'
+    >>> method_name(Sharding(shards=8, slices=4))
+    'shards'
     """
     return next(name for name, kind in METHODS.items() if type(recipe) is kind)
 
@@ -311,18 +229,15 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     name = given.pop("method", None)
     if not isinstance(name, str) or name not in METHODS:
         raise InputError.of("method", name, "one of " + ", ".join(METHODS))
-    kind = METHODS[name]
-    known = [parameter.name for parameter in describe_fields(kind)]
-    required = [parameter.name for parameter in describe_fields(kind) if parameter.required]
-    unknown = [key for key in given if key not in known]
-    if unknown:
+    described = describe_fields(name)
+    names = [parameter.name for parameter in described]
+    if unknown := [key for key in given if key not in names]:
         raise InputError(
-            f"{name} has no parameter {', '.join(unknown)}; it has {', '.join(known) or 'none'}"
+            f"{name} has no parameter {', '.join(unknown)}; it has {', '.join(names) or 'none'}"
         )
-    missing = [key for key in required if key not in given]
-    if missing:
+    if missing := [p.name for p in described if p.required and p.name not in given]:
         raise InputError(f"{name} needs {', '.join(missing)}")
-    return kind(**given)
+    return METHODS[name](**given)
 
 
 def schedule(value: Schedule, steps: int) -> npt.NDArray[np.float64]:
@@ -348,7 +263,56 @@ def list_restarts(steps: int) -> list[int]:
     return sorted({int(t) for t in np.linspace(0, steps - 1, count)})
 
 
-def _number(value: object) -> float | None:
+_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "radius": ("a number >= 0", lambda x: x >= 0),
+    "nonnegative": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
+    "positive": ("a finite number > 0", lambda x: 0 < x < math.inf),
+    "fraction": ("a number in [0, 1)", lambda x: 0 <= x < 1),
+    "whole": ("a whole number >= 1", lambda x: 1 <= x < math.inf and x == math.floor(x)),
+}
+
+
+def check_value(kind: Kind, field: str, given: Any, steps: int = 1) -> Any:
+    """The value as it is kept, if it is of this kind; a schedule may have ``steps`` values.
+
+    >>> check_value("nonnegative", "rounding", -1)
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: rounding is -1; it must be a finite number >= 0
+    """
+    number = _read_number(given)
+    if kind == "schedule":
+        if number is None:
+            return _check_schedule(field, given, steps)
+        kind = "nonnegative"
+    valid, is_valid = _RANGES[kind]
+    if number is None or not is_valid(number):
+        raise _refuse(field, given, valid)
+    if kind == "whole" and number > MAX_WHOLE:
+        raise _refuse(field, given, f"at most {MAX_WHOLE}")
+    return int(number) if kind == "whole" else number
+
+
+def _check_schedule(field: str, given: Any, steps: int) -> tuple[float, ...]:
+    """``steps`` finite numbers ≥ 0, kept as a tuple; the first bad one is named."""
+    if isinstance(given, np.ndarray):
+        given = cast(Any, given).tolist()
+    if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Collection):
+        raise _refuse(field, given, f"a finite number >= 0, or {steps} of them")
+    elements = list(cast(Collection[object], given))
+    numbers = [_read_number(element) for element in elements]
+    if None in numbers:
+        index = numbers.index(None)
+        raise _refuse(f"{field}[{index}]", elements[index], "a finite number >= 0")
+    if len(numbers) != steps:
+        raise InputError(f"{field} has {len(numbers)} values; it must have one per step: {steps}")
+    values = np.array(numbers, dtype=np.float64)
+    for index in np.flatnonzero(~((values >= 0) & np.isfinite(values))).tolist():
+        raise _refuse(f"{field}[{index}]", values[index], "a finite number >= 0")
+    return tuple(values.tolist())
+
+
+def _read_number(value: object) -> float | None:
     """A real number as float; None for anything else (booleans and strings included)."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return None
@@ -363,82 +327,11 @@ def _refuse(field: str, given: object, valid: str) -> InputError:
     return InputError.of(field, given.item() if isinstance(given, np.generic) else given, valid)
 
 
-def check_value(kind: Kind, field: str, given: Any, steps: int = 1) -> Any:
-    """The value as it is kept, if it is of this kind; a schedule may have ``steps`` values.
-
-    >>> check_value("nonnegative", "rounding", -1)
-    Traceback (most recent call last):
-    ...
-    expunge.errors.InputError: rounding is -1; it must be a finite number >= 0
-    """
-    if kind == "schedule":
-        return _check_schedule(field, given, steps)
-    if kind == "flag":
-        if not isinstance(given, bool):
-            raise _refuse(field, given, "true or false")
-        return given
-    number, (valid, holds) = _number(given), _RANGES[kind]
-    if number is None or not holds(number):
-        raise _refuse(field, given, valid)
-    if kind == "whole" and number > MAX_WHOLE:
-        raise _refuse(field, given, f"at most {MAX_WHOLE}")
-    return int(number) if kind == "whole" else number
-
-
-def _check_schedule(field: str, given: Any, steps: int) -> float | tuple[float, ...]:
-    """A finite number ≥ 0, or a sequence of ``steps`` of them (kept as a tuple)."""
-    if _number(given) is not None:
-        return check_value("nonnegative", field, given)
-    values = _as_array(given)
-    if values is None and isinstance(given, list | tuple):
-        elements = cast(Sequence[object], given)
-        index = next((i for i, x in enumerate(elements) if _number(x) is None), 0)
-        raise _refuse(f"{field}[{index}]", elements[index], "a finite number >= 0")
-    if values is None:
-        raise _refuse(field, given, f"a finite number >= 0, or {steps} of them")
-    if values.ndim != 1:
-        raise InputError(
-            f"{field} has the shape {values.shape}; it must be a plain list of numbers"
-        )
-    if len(values) != steps:
-        raise InputError(f"{field} has {values.size} values; it must have one per step: {steps}")
-    bad = np.flatnonzero(~((values >= 0) & np.isfinite(values)))
-    if len(bad):
-        index = int(bad[0])
-        raise InputError.of(f"{field}[{index}]", float(values[index]), "a finite number >= 0")
-    return tuple(values.tolist())
-
-
-def _as_array(given: object) -> npt.NDArray[np.float64] | None:
-    """A list or array of real numbers; None for anything else, and if one element is no number."""
-    if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Collection):
-        if not isinstance(given, np.ndarray):
-            return None
-    elif any(isinstance(x, bool) for x in cast(Collection[object], given)):
-        return None
-    try:
-        values = np.asarray(given)
-    except (TypeError, ValueError):
-        return None
-    return values.astype(np.float64) if values.dtype.kind in "iuf" or values.size == 0 else None
-
-
-_RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "radius": ("a number >= 0", lambda x: x >= 0),
-    "nonnegative": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
-    "positive": ("a finite number > 0", lambda x: 0 < x < math.inf),
-    "fraction": ("in (0, 1]", lambda x: 0 < x <= 1),
-    "whole": ("a whole number >= 1", lambda x: 1 <= x < math.inf and x == math.floor(x)),
-}
-
-
 def _check_together(recipe: Recipe) -> None:
     """What the fields of a recipe must be to each other, and how many steps can be verified."""
-    for name in ("train_steps", "steps"):
-        steps = getattr(recipe, name, 0)
-        most = MAX_MIXING_STEPS if isinstance(recipe, ModelClipping) else MAX_STEPS
-        if steps > most and not isinstance(recipe, GroupDPSGD):
-            raise InputError.of(name, steps, f"at most {most}, to be verified")
+    most = MAX_MIXING_STEPS if isinstance(recipe, ModelClipping) else MAX_STEPS
+    if (steps := getattr(recipe, "steps", 0)) > most:
+        raise InputError.of("steps", steps, f"at most {most}, to be verified")
     match recipe:
         case GradientClipping(learning_rate=rates, weight_decay=decay):
             largest = float(np.max(rates)) * decay
@@ -452,71 +345,8 @@ def _check_together(recipe: Recipe) -> None:
                 f"start_noise_std is {noise!r} without a start_clip; "
                 "give start_clip too, or leave start_noise_std at 0"
             )
-        case RewindToDelete(steps=K, train_steps=T) if K > T:
-            raise InputError.of("steps", K, f"at most train_steps = {T}")
-        case NoisyDescent(group_size=k, examples=n) | RewindToDelete(group_size=k, examples=n):
-            if k >= n:
-                raise InputError.of("group_size", k, f"below examples = {n}")
         case _:
             pass
-
-
-ComparedTo = Literal["retrained", "centre"]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """One (ε, δ) statement; ``mu`` where the pair of laws is μ-GDP, None where no μ is known."""
-
-    epsilon: float
-    delta: float
-    mu: float | None
-
-
-@dataclass(frozen=True)
-class Guarantee:
-    """What a recipe certifies, for both choices of the certifying algorithm.
-
-    ``epsilon``, ``delta`` and ``mu`` are those of ``compared_to``; ``survival_bound`` is the
-    largest difference in probability that *any* event about the released model can show between
-    a run from the old model and one that never saw it (THEORY, section 6). ``centre`` and
-    ``survival_bound`` are None for methods that do not start from the old model at all.
-    """
-
-    epsilon: float
-    delta: float
-    mu: float | None
-    compared_to: ComparedTo
-    theorem: str
-    retrained: Bound
-    centre: Bound | None
-    survival_bound: float | None
-
-    def __str__(self) -> str:
-        return self._summarise().to_text()
-
-    def _repr_html_(self) -> str:
-        return self._summarise().to_html()
-
-    def _summarise(self) -> Sheet:
-        bounds = {"retrained": self.retrained, "centre": self.centre}
-        rows = [
-            (name, *("–" if x is None else round_up(x) for x in (b.epsilon, b.delta, b.mu)))
-            for name, b in bounds.items()
-            if b is not None
-        ]
-        note = f"Theorem: {self.theorem}."
-        if self.survival_bound is not None:
-            note += (
-                f" No event differs by more than {round_up(self.survival_bound, 4)} in probability "
-                "from runs that never saw the forget set."
-            )
-        title = f"Guarantee, compared to {self.compared_to}"
-        return Sheet(title, rows, names=("compared to", "epsilon", "delta", "mu"), note=note)
 
 
 @dataclass(frozen=True)
@@ -536,47 +366,48 @@ class Execution:
     def __post_init__(self) -> None:
         check_value("nonnegative", "rounding", self.rounding)
         object.__setattr__(self, "releases", check_value("whole", "releases", self.releases))
-        if not (is_number(self.tail_delta) and 0 <= self.tail_delta < 1):
-            raise InputError.of("tail_delta", self.tail_delta, "a number in [0, 1)")
+        check_value("fraction", "tail_delta", self.tail_delta)
 
 
 IDEAL = Execution()
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What was trained. ``feature_clip`` B, ``features`` (the bias included) and ``classes`` are
-    given for softmax regression, whose constants follow from them, and for nothing else.
+class Bound:
+    """One (ε, δ) statement; ``mu`` where the pair of laws is μ-GDP, None where no μ is proved."""
 
-    >>> Problem("softmax-regression", feature_clip=1.0, features=65, classes=10).size
-    650
+    epsilon: float
+    delta: float
+    mu: float | None
+
+
+@dataclass(frozen=True)
+class Guarantee(Shown):
+    """What a recipe certifies, for both choices of the certifying algorithm.
+
+    ``epsilon``, ``delta`` and ``mu`` are those of ``compared_to``; ``survival_bound`` is the
+    largest difference in probability that *any* event about the released model can show between
+    a run from the old model and one that never saw it (THEORY, section 6).
     """
 
-    kind: Literal["softmax-regression", "stated"]
-    feature_clip: float | None = None
-    features: int | None = None
-    classes: int | None = None
+    epsilon: float
+    delta: float
+    mu: float | None
+    compared_to: ComparedTo
+    theorem: str
+    retrained: Bound
+    centre: Bound
+    survival_bound: float
 
-    def __post_init__(self) -> None:
-        given = (self.feature_clip, self.features, self.classes)
-        if self.kind == "stated":
-            if given != (None, None, None):
-                raise InputError("a problem with stated constants has no feature_clip, features …")
-            return
-        if self.kind != "softmax-regression":
-            raise InputError.of("kind", self.kind, "'softmax-regression' or 'stated'")
-        clip = check_value("positive", "feature_clip", self.feature_clip)
-        object.__setattr__(self, "feature_clip", clip)
-        for name, value, least in (("features", self.features, 1), ("classes", self.classes, 2)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError.of(name, value, f"a whole number >= {least}")
-
-    @property
-    def size(self) -> int | None:
-        """The number of parameters, where the problem fixes it."""
-        if self.features is None or self.classes is None:
-            return None
-        return self.features * self.classes
-
-
-STATED = Problem("stated")
+    def __str__(self) -> str:
+        rows = [
+            (name, *("–" if x is None else round_up(x) for x in (b.epsilon, b.delta, b.mu)))
+            for name, b in (("retrained", self.retrained), ("centre", self.centre))
+        ]
+        note = (
+            f"Theorem: {self.theorem}. No event differs by more than "
+            f"{round_up(self.survival_bound, 4)} in probability from runs that never saw the "
+            "forget set."
+        )
+        title = f"Guarantee, compared to {self.compared_to}"
+        return tabulate(title, rows, ("compared to", "epsilon", "delta", "mu"), note)

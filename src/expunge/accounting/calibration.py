@@ -8,36 +8,29 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee, log_delta
-from expunge.accounting.precision import (
-    choose_descent_precision,
-    choose_precision,
-    choose_solution_precision,
-)
+from expunge.accounting.precision import choose_precision
 from expunge.accounting.solving import bracket, tighten
 from expunge.errors import CalibrationError, InputError
 from expunge.recipes import (
     IDEAL,
     MAX_MIXING_STEPS,
     MAX_STEPS,
-    STATED,
     ComparedTo,
-    ConvexHeadRecipe,
-    ExactStatistics,
     Execution,
     GradientClipping,
-    GroupDPSGD,
+    LinearModel,
     ModelClipping,
-    NoisyDescent,
+    NoisyRecipe,
     OutputPerturbation,
-    Problem,
     Recipe,
     Retraining,
-    RewindToDelete,
-    ShardedTraining,
+    Sharding,
     check_value,
 )
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
+Find = Literal["smallest", "largest", "fewest"]
+SMALLEST, LARGEST = 1e-150, 1e150
 
 
 @runtime_checkable
@@ -47,19 +40,15 @@ class Model(Protocol):
     def parameters(self) -> Iterable[Any]: ...
 
 
-SMALLEST, LARGEST = 1e-150, 1e150
-
-
 def calibrate(
     make: Callable[[float], AnyRecipe],
     *,
     epsilon: float,
     delta: float,
     compared_to: ComparedTo = "retrained",
-    find: Literal["smallest", "largest", "fewest"] = "smallest",
+    find: Find = "smallest",
     start: float = 1.0,
     parameters: int | Model | None = None,
-    problem: Problem = STATED,
     execution: Execution = IDEAL,
     relative: float = 1e-11,
 ) -> AnyRecipe:
@@ -71,11 +60,10 @@ def calibrate(
     The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
     of the best one. With ``parameters``, a model or the number of its certified parameters, the
     target is met by a real run, whose finite precision costs a little
-    (``expunge.accounting.precision``); in full-batch descent ``problem`` says of which model.
-    ``start`` is where the search begins, if evaluating far from it is costly.
+    (``expunge.accounting.precision``). ``start`` is where the search begins, if evaluating far
+    from it is costly.
 
-    >>> from expunge import OutputPerturbation
-    >>> from expunge import calibrate
+    >>> from expunge import OutputPerturbation, calibrate
     >>> recipe = calibrate(lambda s: OutputPerturbation(start_clip=0.01, noise_std=s),
     ...                    epsilon=1.0, delta=1e-5)
     >>> round(recipe.noise_std, 6)
@@ -91,13 +79,12 @@ def calibrate(
     if parameters is None:
         return best
     size = count_parameters(parameters)
-    while True:
-        rounding = execution.rounding + _rounding(best, size, problem)
-        real = replace(execution, rounding=rounding)
-        if replace(target, execution=real).excess(best) <= 0:
+    while isinstance(best, NoisyRecipe):
+        rounding = execution.rounding + choose_precision(best, size).rounding
+        if target.with_rounding(rounding).excess(best) <= 0:
             return best
-        real = replace(execution, rounding=rounding * (1 + 1e-6))
-        best = _search(make, replace(target, execution=real), find, start, relative)
+        best = _search(make, target.with_rounding(rounding * (1 + 1e-6)), find, start, relative)
+    return best
 
 
 def count_parameters(given: int | Model) -> int:
@@ -109,21 +96,9 @@ def count_parameters(given: int | Model) -> int:
     if isinstance(given, Model):
         return sum(p.numel() for p in given.parameters() if p.requires_grad)
     whole = isinstance(cast(object, given), int) and not isinstance(given, bool)
-    if not whole or given < 1:
-        raise InputError.of("parameters", given, "a model, or a whole number >= 1")
+    if not whole or not 1 <= given < 2**53:
+        raise InputError.of("parameters", given, "a model, or a whole number from 1 to 2**53 - 1")
     return given
-
-
-def _rounding(recipe: Recipe, parameters: int, problem: Problem) -> float:
-    match recipe:
-        case OutputPerturbation() | GradientClipping() | ModelClipping():
-            return choose_precision(recipe, parameters).rounding
-        case NoisyDescent() | RewindToDelete():
-            return choose_descent_precision(recipe, problem, parameters).rounding
-        case ConvexHeadRecipe():
-            return choose_solution_precision(recipe, parameters).rounding
-        case GroupDPSGD() | Retraining() | ExactStatistics() | ShardedTraining():
-            return 0.0
 
 
 @dataclass(frozen=True)
@@ -132,6 +107,9 @@ class _Target:
     delta: float
     compared_to: ComparedTo
     execution: Execution
+
+    def with_rounding(self, rounding: float) -> _Target:
+        return replace(self, execution=replace(self.execution, rounding=rounding))
 
     def excess(self, recipe: Recipe) -> float:
         """log δ(recipe) - log δ at a hair below ε, so that solving for ε again stays below it."""
@@ -151,11 +129,7 @@ class _Target:
 
 
 def _search(
-    make: Callable[[float], AnyRecipe],
-    target: _Target,
-    find: Literal["smallest", "largest", "fewest"],
-    start: float,
-    relative: float,
+    make: Callable[[float], AnyRecipe], target: _Target, find: Find, start: float, relative: float
 ) -> AnyRecipe:
     def excess(x: float) -> float:
         return target.excess(make(x))
@@ -188,10 +162,9 @@ def _find_fewest(
 ) -> int:
     """Doubling, then halving on whole numbers; more steps never hurt, so the first good is best."""
     bad, good = 0, 1
-    recipe = make(good)
-    most = MAX_MIXING_STEPS if isinstance(recipe, ModelClipping) else MAX_STEPS
+    most = MAX_MIXING_STEPS if isinstance(make(good), ModelClipping) else MAX_STEPS
     while excess(good) > 0:
-        if good >= most or isinstance(recipe, GroupDPSGD):  # more steps of DP-SGD only spend more
+        if good >= most:
             raise target.refuse(make(good))
         bad, good = good, min(good * 2, most)
     while good - bad > 1:
@@ -219,11 +192,5 @@ def _limit(recipe: Recipe, execution: Execution) -> str:
             return "model_clip is so large against noise_std that a step forgets almost nothing"
         case OutputPerturbation():
             return "noise_std is zero against a start_clip above zero"
-        case GroupDPSGD():
-            return "a group of group_size examples multiplies epsilon and inflates delta"
-        case NoisyDescent() | RewindToDelete():
-            return "the expansion of the steps outruns their noise"
-        case ConvexHeadRecipe():
-            return "tolerance / weight_decay is too far against noise_std"
-        case Retraining() | ExactStatistics() | ShardedTraining():
+        case Retraining() | LinearModel() | Sharding():
             return "this method has no free parameter"

@@ -1,32 +1,31 @@
-"""Candidate recipes for a target, before anybody looks at a trained weight.
+"""A plan before anybody trains: which recipes meet a target, and what their noise buys.
 
-A noisy run ends in weights that are mostly noise: whatever is left of the old model is bounded by
-the guarantee itself (THEORY, section 6). So radii are chosen backwards: the noise that remains in
-the released weights gets the scale of a healthy initialisation, and the largest start that the
-target allows follows from it.
+The noise that is left in each weight is chosen first (``scale``), the radii that the target allows
+follow from it. Retraining stands beside them: it is (0, 0), and by THEORY, section 6, at a small ε
+a noisy run *is* a restart from the public centre, up to the survival bound.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from expunge.accounting.calibration import calibrate
+from expunge.accounting.calibration import Model, calibrate, count_parameters
 from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee
-from expunge.accounting.precision import NoisyRecipe, choose_precision
-from expunge.display import Sheet, round_up
+from expunge.accounting.precision import choose_precision
+from expunge.display import Shown, round_up, tabulate
 from expunge.errors import InputError
 from expunge.files import to_plain
 from expunge.recipes import (
-    IDEAL,
     ComparedTo,
     Execution,
     GradientClipping,
     Guarantee,
     ModelClipping,
+    NoisyRecipe,
     OutputPerturbation,
     Recipe,
     Retraining,
@@ -35,21 +34,24 @@ from expunge.recipes import (
     to_dict,
 )
 
-SAMPLES, EPOCHS = 50_000, 20.0  # of retraining, where nobody says
 FAR = 100.0  # a start of so many times the noise that is left clips no healthy model
 SHORT = 0.1  # of the noise's length: what is left of the old model no longer works as a network
+RETRAINING = (
+    'Retraining (expunge.retrain, or name = "retraining" in [method] of job.toml) is exact, '
+    "(0, 0), needs no noise, and is at least as good; where build() loads published weights it "
+    "starts from them."
+)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One recipe that meets the target, and what it costs and leaves.
+    """One recipe that meets the target, and what it leaves.
 
     ``guarantee`` is that of a real run, the cost of finite precision included.
     ``noise_per_step``: σ; ``noise_left``: the standard deviation of the noise that remains in each
     released weight; ``expected_norm``: the norm of that noise; ``kept_norm``: the largest norm that
-    the old model's part can have at the end; ``gradient_evaluations``: examples seen in the noisy
-    steps, of retraining in all of it; ``survival_bound``: no event differs more than this from a
-    run without the old model.
+    the old model's part can have at the end; ``survival_bound``: no event differs more than this
+    from a run without the old model.
     """
 
     method: str
@@ -60,15 +62,17 @@ class Candidate:
     noise_left: float
     expected_norm: float
     kept_norm: float
-    gradient_evaluations: int
-    survival_bound: float
+
+    @property
+    def survival_bound(self) -> float:
+        return self.guarantee.survival_bound
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """The candidates for one target, and what a restart from the centre would do instead.
 
-    ``samples`` and ``epochs`` are those of retraining; ``notes`` say what was assumed or capped.
+    ``notes`` say what was capped.
     """
 
     epsilon: float
@@ -79,100 +83,84 @@ class Plan:
     candidates: tuple[Candidate, ...]
     restart_is_as_good: bool
     advice: str
-    samples: int
-    epochs: float
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return _summarise(self).to_text()
-
-    def _repr_html_(self) -> str:
-        return _summarise(self).to_html()
+        rows = [
+            (
+                *(c.method, round_up(c.guarantee.epsilon, 4), round_up(c.guarantee.delta, 4)),
+                *(str(c.steps), f"{c.expected_norm:.4g}", f"{c.kept_norm:.4g}"),
+                f"≤ {round_up(100 * c.survival_bound, 3)} %",
+            )
+            for c in self.candidates
+        ]
+        title = (
+            f"Plan for epsilon = {self.epsilon:g}, delta = {self.delta:g}, compared to "
+            f"{self.compared_to}: {self.parameters:,} parameters"
+        )
+        names = ("method", "epsilon", "delta", "steps", "‖noise‖", "‖kept‖", "survives")
+        return tabulate(title, rows, names, self.advice)
 
 
 def plan(
     *,
     epsilon: float,
     delta: float,
-    parameters: int,
+    parameters: int | Model,
     scale: float | None = None,
     steps: int = 10,
     learning_rate: float = 0.01,
     weight_decay: float = 10.0,
-    batch_size: int = 128,
-    samples: int | None = None,
-    epochs: float | None = None,
     compared_to: ComparedTo = "retrained",
 ) -> Plan:
     """Recipes of each method that meet (ε, δ) and leave noise of standard deviation ``scale``.
 
     ``scale`` defaults to a LeCun initialisation of a square layer with as many parameters,
     ``parameters ** -1/4``; give the scale your own layers are initialised with if you know it.
-    Retraining is counted as ``epochs`` passes over ``samples``. Nothing here depends on trained
-    weights or on the forget data, so the radii do not void the certificate (THEORY, section 7).
+    Nothing here depends on trained weights or on the forget data, so the radii do not void the
+    certificate (THEORY, section 7).
 
     >>> p = plan(epsilon=1.0, delta=1e-5, parameters=20_042)
     >>> [c.method for c in p.candidates]
     ['output-perturbation', 'gradient-clipping', 'model-clipping', 'retraining']
     >>> all(c.guarantee.epsilon <= 1.0 for c in p.candidates), p.restart_is_as_good
     (True, True)
+    >>> p.candidates[-1].guarantee.epsilon, p.candidates[-1].guarantee.delta
+    (0.0, 0.0)
     """
     check_epsilon(epsilon)
     check_delta(delta)
-    for field, value in (("parameters", parameters), ("steps", steps), ("batch_size", batch_size)):
-        check_value("whole", field, value)
-    left = float(parameters) ** -0.25 if scale is None else scale
+    size = count_parameters(parameters)
+    steps = check_value("whole", "steps", steps)
+    left = float(size) ** -0.25 if scale is None else scale
     check_value("positive", "scale", left)
     if left < sys.float_info.min:
         raise InputError.of("scale", scale, f"at least {sys.float_info.min}")
     check_value("positive", "learning_rate", learning_rate)
-    notes = list[str]()
-    if samples is None or epochs is None:
-        said = f"{EPOCHS if epochs is None else epochs:g} epochs of "
-        said += f"{SAMPLES if samples is None else samples:,} samples"
-        notes.append(f"Retraining is assumed to take {said}; give epochs and samples if you know.")
-    samples, epochs = SAMPLES if samples is None else samples, EPOCHS if epochs is None else epochs
-    check_value("whole", "samples", samples)
-    check_value("positive", "epochs", epochs)
-    farthest = FAR * left * math.sqrt(parameters)
-    makers = _list_makers(left, steps, learning_rate, weight_decay, compared_to, farthest)
-    recipes: list[Recipe] = [
-        calibrate(
-            make,
-            epsilon=epsilon,
-            delta=delta,
-            compared_to=compared_to,
-            find="largest",
-            start=left,
-            parameters=parameters,
-        )
-        for make in makers
+    farthest = FAR * left * math.sqrt(size)
+    target: Any = {"epsilon": epsilon, "delta": delta, "compared_to": compared_to}
+    noisy = [
+        calibrate(make, **target, find="largest", start=left, parameters=size)
+        for make in _list_makers(left, steps, learning_rate, weight_decay, compared_to, farthest)
     ]
-    candidates = tuple(
-        _describe(recipe, delta, parameters, batch_size, compared_to, round(samples * epochs))
-        for recipe in [*recipes, Retraining()]
-    )
-    largest, kept = max(c.survival_bound for c in candidates), _find_most_kept(candidates)
+    candidates = [_describe(recipe, delta, size, compared_to) for recipe in noisy]
+    largest = max(c.survival_bound for c in candidates)
+    kept = max(candidates, key=lambda c: c.kept_norm / c.expected_norm)
     as_good = largest <= 0.5 or kept.kept_norm <= SHORT * kept.expected_norm
-    if any(getattr(recipe, "start_clip", None) == farthest for recipe in recipes):
+    notes: list[str] = []
+    if any(getattr(recipe, "start_clip", None) == farthest for recipe in noisy):
         shrunk = (1 - learning_rate * weight_decay) ** steps
         notes.append(
             f"In {steps:,} steps weight_decay shrinks the start by a factor of {shrunk:.1e}, so "
             f"that any start is forgotten: start_clip = {farthest:.4g} is {FAR:g} times the noise "
             "that is left, and clips no healthy model."
         )
+    exact = Retraining()
+    found = guarantee(exact, compared_to=compared_to)
+    candidates.append(Candidate("retraining", exact, found, 0, 0.0, 0.0, 0.0, 0.0))
+    advice = _advise(largest, kept, as_good)
     return Plan(
-        epsilon=epsilon,
-        delta=delta,
-        parameters=int(parameters),
-        scale=left,
-        compared_to=compared_to,
-        candidates=candidates,
-        restart_is_as_good=as_good,
-        advice=_advise(largest, kept, as_good),
-        samples=samples,
-        epochs=float(epochs),
-        notes=tuple(notes),
+        epsilon, delta, size, left, compared_to, tuple(candidates), as_good, advice, tuple(notes)
     )
 
 
@@ -213,44 +201,23 @@ def _list_makers(
     ]
 
 
-def _describe(
-    recipe: Recipe,
-    delta: float,
-    parameters: int,
-    batch_size: int,
-    compared_to: ComparedTo,
-    retraining: int,
-) -> Candidate:
-    execution = IDEAL
-    if isinstance(recipe, NoisyRecipe):
-        execution = Execution(rounding=choose_precision(recipe, parameters).rounding)
+def _describe(recipe: NoisyRecipe, delta: float, size: int, compared_to: ComparedTo) -> Candidate:
+    """The recipe as a real run, with σ_left = σ √(Σ ρ^{2k}) and what is kept of C0 or C2."""
+    execution = Execution(rounding=choose_precision(recipe, size).rounding)
     found = guarantee(recipe, delta=delta, compared_to=compared_to, execution=execution)
     match recipe:
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
-            steps, per_step, left, kept = 0, sigma, sigma, C0
-        case GradientClipping(
-            start_clip=C0, steps=steps, noise_std=float(per_step), learning_rate=float(gamma)
-        ):
-            rho = 1 - gamma * recipe.weight_decay
-            left = per_step * math.sqrt(_sum_powers(rho * rho, steps))
-            kept = C0 * rho**steps
-        case ModelClipping(model_clip=C2, steps=steps, noise_std=float(per_step)):
-            left, kept = per_step, C2
+            steps, left, kept = 0, sigma, C0
+        case GradientClipping(start_clip=C0, steps=steps, noise_std=float(sigma)):
+            assert isinstance(recipe.learning_rate, float)
+            rho = 1 - recipe.learning_rate * recipe.weight_decay
+            left, kept = sigma * math.sqrt(_sum_powers(rho * rho, steps)), C0 * rho**steps
+        case ModelClipping(model_clip=C2, steps=steps, noise_std=float(sigma)):
+            left, kept = sigma, C2
         case _:
-            steps, per_step, left, kept = 0, 0.0, 0.0, 0.0
-    assert found.survival_bound is not None
-    return Candidate(
-        method=method_name(recipe),
-        recipe=recipe,
-        guarantee=found,
-        steps=steps,
-        noise_per_step=per_step,
-        noise_left=left,
-        expected_norm=left * math.sqrt(parameters),
-        kept_norm=kept,
-        gradient_evaluations=(retraining if isinstance(recipe, Retraining) else steps * batch_size),
-        survival_bound=found.survival_bound,
-    )
+            raise AssertionError("a plan has equal steps")
+    norm = left * math.sqrt(size)
+    return Candidate(method_name(recipe), recipe, found, steps, sigma, left, norm, kept)
 
 
 def _sum_powers(x: float, count: int) -> float:
@@ -258,66 +225,36 @@ def _sum_powers(x: float, count: int) -> float:
     return float(count) if x == 1 else (1 - x**count) / (1 - x)
 
 
-def _find_most_kept(candidates: Iterable[Candidate]) -> Candidate:
-    """The noisy candidate in which the old model's part is longest against the noise."""
-    noisy = [c for c in candidates if c.expected_norm > 0]
-    return max(noisy, key=lambda c: c.kept_norm / c.expected_norm)
-
-
 def _advise(largest: float, kept: Candidate, as_good: bool) -> str:
     """What the old model can still do, from ‖kept‖ against ‖noise‖ and the survival bound."""
     share = f"{100 * largest:.1f} %"
     length = f"{100 * kept.kept_norm / kept.expected_norm:.3g} %"
     norms = f"‖kept‖ {kept.kept_norm:.4g} against ‖noise‖ {kept.expected_norm:.4g}"
-    way = (
-        'Say name = "retraining" in [method] of job.toml (or "restart", with public weights in '
-        "[centre]) and run expunge unlearn job.toml: that is exact, needs no noise, and is at "
-        "least as good."
-    )
     if as_good and largest <= 0.5:
         return (
-            f"At this target at most {share} of runs can differ in any way, accuracy included, "
-            f"from runs that start at the centre and never see the old model. {way} To keep more, "
-            "choose a better public centre (pretrained weights, a checkpoint from before the data "
-            "arrived)."
+            f"Noise buys nothing here: at this target at most {share} of runs can differ in any "
+            "way, accuracy included, from runs that start at the centre and never see the old "
+            f"model. {RETRAINING} To keep more, choose a better public centre (pretrained weights, "
+            "a checkpoint from before the data arrived)."
         )
     if as_good:
         return (
-            f"At this target what is left of the old model is at most {length} as long as the "
-            f"noise ({norms}): a test may tell up to {share} of runs from runs that never saw it, "
-            f"but as a network they are restarts from the centre. {way}"
+            f"Noise buys nothing here: what is left of the old model is at most {length} as long "
+            f"as the noise ({norms}). A test may find up to {share} of runs different from runs "
+            f"that never saw it, but as a network they are restarts from the centre. {RETRAINING}"
         )
     return (
         f"At this target up to {share} of runs can differ from runs that start at the centre, and "
         f"what is left of the old model can be {length} as long as the noise ({norms}): it can "
-        'matter. Compare with a restart all the same: name = "retraining" or "restart" in '
-        "[method] of job.toml."
+        "matter. Compare with retraining all the same, which is exact, (0, 0): expunge.retrain, or "
+        'name = "retraining" in [method] of job.toml.'
     )
-
-
-def _summarise(found: Plan) -> Sheet:
-    rows = [
-        (
-            candidate.method,
-            str(candidate.steps),
-            f"{candidate.expected_norm:.4g}",
-            f"{candidate.kept_norm:.4g}",
-            f"≤ {round_up(100 * candidate.survival_bound, 3)} %",
-        )
-        for candidate in found.candidates
-    ]
-    title = (
-        f"Plan for epsilon = {found.epsilon:g}, delta = {found.delta:g}, compared to "
-        f"{found.compared_to}: {found.parameters:,} parameters"
-    )
-    names = ("method", "steps", "‖noise‖", "‖kept‖", "survives")
-    return Sheet(title, rows, names=names, note=found.advice)
 
 
 def plan_to_dict(found: Plan) -> dict[str, Any]:
-    """The plan with each candidate's recipe by its API names."""
+    """The plan as plain data, with each candidate's recipe by its API names."""
     candidates = [
-        to_plain(candidate) | {"recipe": to_plain(to_dict(candidate.recipe))}
-        for candidate in found.candidates
+        to_plain(c) | {"recipe": to_plain(to_dict(c.recipe)), "survival_bound": c.survival_bound}
+        for c in found.candidates
     ]
     return to_plain(found) | {"candidates": candidates}

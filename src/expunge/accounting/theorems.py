@@ -1,40 +1,29 @@
-"""One pure function per theorem: from a recipe and its execution to μ, or to log δ at ε.
+"""One pure function per theorem: from a recipe to μ, or to log δ at ε.
 
-Two inequalities carry them all, for general steps: contraction with noise (THEORY section 3:
-``iterate`` and ``minorant_mu`` give μ) and bounded steps with noise (section 4: ``mix`` gives δ at
-a fixed ε). ``starts`` is the distance of the two starts in units of the start's
-radius: 2 against the retrained model, 1 against the centre. ``rounding`` is what finite precision
-adds to the distance of two points in each step that does not end in a projection; a projection
-rounds towards the centre and adds nothing (``expunge.accounting.precision``). Every number is
-rounded to the safe side.
+    iterate   contraction with noise    μ² = min_τ W_τ²/V_τ              THEORY section 3
+    mix       bounded steps with noise  δ_{t+1} = δ_t θ_{ε̃_t}(r_t)       THEORY section 4
+
+``clip_gradients`` and ``clip_models`` apply them to the paper's two methods. ``starts`` is the
+distance of the two starts in units of the start's radius: 2 against the retrained model, 1 against
+the centre. ``rounding`` is what finite precision adds to the distance of two points in each step
+that does not end in a projection (``expunge.accounting.precision``). Every number is rounded to the
+safe side.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from expunge.accounting import gaussian
-from expunge.recipes import (
-    ConvexHeadRecipe,
-    DescentRecipe,
-    GradientClipping,
-    GroupDPSGD,
-    ModelClipping,
-    NoisyDescent,
-    RewindToDelete,
-    list_restarts,
-    schedule,
-)
+from expunge.recipes import GradientClipping, ModelClipping, list_restarts, schedule
 
 Array = npt.NDArray[np.float64]
-HUGE = 1e150
 SMALLEST = 1e-300  # what a positive number too small for a float is rounded up to
-ENOUGH = -1e299  # the smallest log δ that is told, so that no float overflows
+ENOUGH = -1e299  # the smallest log δ that is returned, so that no float overflows
 
 
 def ratio(distance: float, sigma: float) -> float:
@@ -98,51 +87,16 @@ def _accumulated_error(steps: Any) -> Any:
     return 1e-13 + 5e-16 * steps
 
 
-def minorant_mu(rho: Array, s: Array, sigma: Array, D: float) -> float:
-    """μ when *every* step counts (no prefix is post-processing): the greatest convex minorant.
-
-    With w_t = Π_{k>t} ρ_k, ΔV_t = (w_t σ_t)² and ΔW_t = w_t s_t (and w_{-1} D in front),
-    μ² = Σ (ΔW)²/ΔV over the segments of the greatest convex minorant of the points
-    (0, 0), (V_0, W_0), …, (V_{T-1}, W_{T-1}): its slopes are the isotonic regression of ΔW/ΔV with
-    weights ΔV. Domain: ρ > 0, σ_t > 0 at the last step (else there is no bound).
-
-    >>> round(minorant_mu(np.ones(4), np.zeros(4), np.ones(4), 3.0), 12)
-    1.5
-    """
-    from scipy.optimize import isotonic_regression
-
-    if D == 0 and not np.any(s):
-        return 0.0
-    unit = float(np.max(sigma, initial=0.0))
-    if unit == 0:
-        return math.inf
-    with np.errstate(over="ignore", under="ignore"):
-        log_w = np.concatenate([np.cumsum(np.log(rho[::-1]))[::-1], [0.0]])
-        w = np.exp(log_w - log_w.max())
-        # Rounded up to a positive number: a shift that underflows is not a shift of 0.
-        dW = np.where(s > 0, np.maximum(w[1:] * (s / unit), SMALLEST), 0.0)
-        dW[0] += max(float(w[0]) * (D / unit), SMALLEST) if D > 0 else 0.0
-        dV = np.square(w[1:] * (sigma / unit))
-        # A step (almost) without noise cannot absorb its shift: the next one that can carries it.
-        noisy = np.flatnonzero(dV > 1e-200)
-        if not np.all(dW < 1e100) or np.any(dW[noisy[-1] + 1 :] > 0):
-            return math.inf
-        dW = np.add.reduceat(dW, np.concatenate([[0], noisy[:-1] + 1]))
-        dV = dV[noisy]
-        slopes = isotonic_regression(dW / dV, weights=dV).x
-        mu = float(np.sqrt(np.sum(np.square(slopes) * dV)))
-    error = _accumulated_error(len(rho)) * max(1.0, min(float(np.ptp(log_w)), 750.0))
-    return max(mu * (1 + error), SMALLEST)
-
-
 def mix(log_start: float, epsilon: float, ratios: Array) -> float:
-    """log δ after the steps with ratios 2 C2/σ_t, from log δ_0 (Balle et al. 2019, Theorem 1).
+    """log δ_T of  ε̃_t = log(1 + (e^ε - 1)/δ_t),  δ_{t+1} = δ_t θ_{ε̃_t}(r_t)  from log δ_0.
+
+    Balle et al. 2019, Theorem 1, second statement; ``ratios`` are r_t = 2 C2/σ_t.
 
     >>> round(math.exp(mix(0.0, 1.0, np.full(6, 2.0))), 14)
     2.653411e-08
     """
     if epsilon == 0:
-        return log_start + float(np.sum(gaussian.log_delta(0.0, ratios)))
+        return log_start + float(np.sum([gaussian.log_delta(0.0, r) for r in ratios.tolist()]))
     log_value = log_start
     log_expm1 = epsilon + math.log(-math.expm1(-epsilon))
     for r in ratios.tolist():
@@ -151,22 +105,15 @@ def mix(log_start: float, epsilon: float, ratios: Array) -> float:
         if log_value <= ENOUGH:
             return ENOUGH
         x = log_expm1 - log_value
-        inner = max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-        log_value += float(gaussian.log_delta(inner, r))
+        inner = max(x, 0.0) + math.log1p(math.exp(-abs(x)))  # ε̃ = log(1 + e^x)
+        log_value += gaussian.log_delta(inner, r)
     return max(log_value, ENOUGH)
 
 
-def round_group(recipe: GroupDPSGD, rounding: float) -> GroupDPSGD:
-    """Every sampled example moves the sum by at most clip + rounding."""
-    if rounding == 0:
-        return recipe
-    multiplier = recipe.noise_multiplier * (recipe.clip / (recipe.clip + rounding))
-    return replace(recipe, noise_multiplier=multiplier * (1 - 1e-15))
-
-
 def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float:
-    """THEORY section 3: the best of all prefixes, and with projections of all restarts.
+    """THEORY section 3 with ρ_t = 1 - γ_t λ, s_t = 2 γ_t C1: the best of all prefixes.
 
+    With projections onto radius R any step may restart the argument at D = 2R.
     γλ is rounded down and 2γC1 up by one float, so that neither product errs to the unsafe side.
     """
     T, R, C1 = recipe.steps, recipe.model_clip, recipe.grad_clip
@@ -186,65 +133,8 @@ def clip_gradients(recipe: GradientClipping, D: float, rounding: float) -> float
     return best
 
 
-def bound_expansion(recipe: DescentRecipe) -> tuple[float, float]:
-    """(c, ηΔ): one full-batch step's expansion, and its shift when k of n examples go.
-
-    Both rounded up: c by two units of the largest number in it, ηΔ never to 0.
-    """
-    eta, m = recipe.learning_rate, recipe.strong_convexity
-    L = recipe.smoothness + m
-    c = max(abs(1 - eta * m), abs(1 - eta * L)) if recipe.convex else 1 + eta * L
-    c += 5e-16 * max(1.0, eta * L)
-    share = recipe.group_size / recipe.examples
-    shift = max(2 * share * eta, SMALLEST) * recipe.gradient_bound * (1 + 1e-15)
-    return c, max(shift, SMALLEST) if recipe.gradient_bound > 0 else 0.0
-
-
-def descend_with_noise(recipe: NoisyDescent, rounding: float) -> float:
-    """Training steps (c, ηΔ), unlearning steps (c, 0), D = 0; training is not post-processing."""
-    c, shift = bound_expansion(recipe)
-    T, K, sigma = recipe.train_steps, recipe.steps, recipe.noise_std
-    if shift == 0:
-        return 0.0  # the forgotten examples never moved anything
-    if sigma == 0 or c > HUGE:
-        return math.inf
-    s = np.concatenate([np.full(T, shift), np.zeros(K)]) + rounding
-    return minorant_mu(np.full(T + K, c), s, np.full(T + K, sigma), 0.0)
-
-
-def rewind_and_perturb(recipe: RewindToDelete, rounding: float) -> float:
-    """z = c^K ηΔ Σ_{j<T-K} c^j,  μ = z/σ; each of the T steps may be rounded apart on top."""
-    c, shift = bound_expansion(recipe)
-    K, before = recipe.steps, recipe.train_steps - recipe.steps
-    if before == 0 or shift == 0:
-        return 0.0
-    if c > HUGE:
-        return math.inf
-    with np.errstate(over="ignore", under="ignore"):
-        again = max(float(np.exp(K * np.log(c))), SMALLEST)
-        z = again * _geometric(c, before) * (shift + rounding)
-        z += rounding * _geometric(c, K) if rounding > 0 else 0.0
-    return ratio(max(z, SMALLEST), recipe.noise_std) * (1 + 1e-12)
-
-
-def perturb_solution(recipe: ConvexHeadRecipe, rounding: float) -> float:
-    """‖w - w*‖ ≤ τ/m by strong convexity,  μ = (τ/m + rounding)/σ.
-
-    >>> recipe = ConvexHeadRecipe(weight_decay=1e-5, tolerance=1e-9, noise_std=1e-3)
-    >>> round(perturb_solution(recipe, 0.0), 12)
-    0.1
-    """
-    apart = max(recipe.tolerance / recipe.weight_decay, SMALLEST) + rounding
-    return ratio(apart, recipe.noise_std) * (1 + 1e-15)
-
-
-def _geometric(c: float, count: int) -> float:
-    """Σ_{j<count} c^j."""
-    return float(count) if c == 1 else float(np.expm1(count * np.log(c))) / (c - 1)
-
-
 def clip_models(recipe: ModelClipping, epsilon: float, starts: float) -> float:
-    """log δ_T of  ε̃_t = log(1 + (e^ε - 1)/δ_t),  δ_{t+1} = δ_t θ_{ε̃_t}(2 C2/σ_t).
+    """THEORY section 4: log δ_T of ``mix`` with r_t = 2 C2/σ_t.
 
     δ_0 = 1, or θ_ε(D/σ0) after initial noise. Compared to the centre the first step may instead
     be compared with the centre plus that step's noise: a distance of C2, not 2 C2.
@@ -253,11 +143,11 @@ def clip_models(recipe: ModelClipping, epsilon: float, starts: float) -> float:
     start = 0.0
     if recipe.start_clip is not None:
         D = starts * recipe.start_clip
-        start = float(gaussian.log_delta(epsilon, ratio(D, recipe.start_noise_std)))
+        start = gaussian.log_delta(epsilon, ratio(D, recipe.start_noise_std))
     sigma = schedule(recipe.noise_std, recipe.steps)
     ratios = np.array([ratio(2 * C2, noise) for noise in sigma.tolist()])
     value = mix(start, epsilon, ratios)
     if starts == 1:
         first = ratio(C2, float(sigma[0]))
-        value = min(value, mix(float(gaussian.log_delta(epsilon, first)), epsilon, ratios[1:]))
+        value = min(value, mix(gaussian.log_delta(epsilon, first), epsilon, ratios[1:]))
     return value

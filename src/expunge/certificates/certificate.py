@@ -2,451 +2,356 @@
 
 ``certify`` is a pure function of the record. It publishes what may be published; the record itself
 stays with the operator, bound by its blinded hash. Canonical JSON (RFC 8785) makes the bytes of a
-certificate unique. ``expunge.certificates.verification.verify`` checks one.
+certificate unique. ``expunge.verify`` checks one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import math
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, ClassVar, Literal
 
-import rfc8785
-from pydantic import ValidationError
+from pydantic import Field, model_validator
 
-from expunge import recipes
-from expunge.accounting.guarantee import MAX_EPSILON, check_delta, guarantee, log_delta
-from expunge.certificates.card import write_model_card
-from expunge.certificates.consistency import find_contradictions, summarise_schedule
-from expunge.certificates.identifiers import Commitment
-from expunge.certificates.record import RunRecord, encode
-from expunge.certificates.schema import (
-    SCHEMA_VERSION,
-    CertificateWire,
-    find_misplaced,
-    keep_version_1,
+from expunge.accounting.guarantee import MAX_EPSILON, guarantee, theorem
+from expunge.certificates.consistency import check_run, find_contradictions, read_time
+from expunge.certificates.fields import (
+    Digest,
+    Model,
+    Names,
+    Positive,
+    Real,
+    Text,
+    serialise,
 )
+from expunge.certificates.hashes import combine_leaves
+from expunge.certificates.record import Record, Run
 from expunge.certificates.signing import sign_bytes
-from expunge.certificates.summary import summarise
 from expunge.certificates.wording import (
-    allows_release,
+    BLOCKS,
     derive_scope,
-    find_unchecked,
     find_warnings,
     list_facts,
-    read_recipe,
     write_statement,
 )
-from expunge.errors import CertificateError, InputError, UnlearningError
-from expunge.files import read_limited, write_atomic
-from expunge.recipes import (
-    ComparedTo,
-    ConvexHeadRecipe,
-    Execution,
-    GroupDPSGD,
-    Guarantee,
-    Problem,
-    Recipe,
-)
+from expunge.display import Shown, shorten, tabulate
+from expunge.errors import InputError, UnlearningError
+from expunge.recipes import IDEAL, ComparedTo, Execution, is_exact, method_name
 
-MAX_BYTES = 100_000_000
+# A clock may be wrong, and a chain must go forward: a later request is not this much later.
+LONGEST_GAP = timedelta(days=5 * 365)
 _BLANK = "0" * 64
 
 
-class Certificate(CertificateWire):
-    """A certificate of unlearning. Frozen; its fields are explained in docs/certificate_format.md.
+class Bound(Model):
+    """One (ε, δ) statement; ``mu`` is null where no μ is proved."""
+
+    epsilon: Real
+    delta: Annotated[float, Field(ge=0, lt=1)]
+    mu: Real | None
+
+
+class Precision(Model):
+    """What running on a real machine adds, and what it costs against exact arithmetic."""
+
+    grid: Real
+    rounding: Real
+    tail_delta: Real
+    ideal_epsilon: Real
+    epsilon_cost: Real
+
+
+class Scope(Model):
+    """Plain sentences, derived from the other fields."""
+
+    covered: Names
+    not_covered: Names
+    operator: Names
+    void_if: Names
+
+
+class Signature(Model):
+    """Ed25519 over the canonical bytes of the certificate without this field."""
+
+    algorithm: Literal["Ed25519"]
+    public_key: Digest
+    value: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
+
+
+class Certificate(Run, Shown):
+    """A certificate of unlearning; docs/certificate_format.md explains its fields.
 
     ``epsilon``, ``delta``, ``mu`` are those of ``compared_to``; ``retrained`` and ``centre`` give
     both choices; ``releasable`` is False where a warning begins with "Not for release".
     """
 
-    def model_dump(self, **options: Any) -> dict[str, Any]:
-        """Plain data: the fields that this certificate's version has."""
-        given: dict[str, Any] = {"exclude_unset": True} | options
-        return super().model_dump(**given)
+    what: ClassVar[str] = "certificate"
+    most_bytes: ClassVar[int] = 100_000_000
+    private: ClassVar[bool] = False
+    schema_version: Literal[1]
+    epsilon: Real
+    delta: Annotated[float, Field(ge=0, lt=1)]
+    mu: Real | None
+    compared_to: ComparedTo
+    theorem: Text
+    retrained: Bound
+    centre: Bound
+    survival_bound: Annotated[float, Field(ge=0, le=1)]
+    precision: Precision
+    releases: Positive
+    releasable: bool
+    warnings: Names
+    scope: Scope
+    record: Digest
+    digest: Digest
+    signature: Signature | None
+
+    @model_validator(mode="after")
+    def _check_salts(self) -> Certificate:
+        for people in (self.forget, self.retained):
+            if people.salt is not None or people.leaves is not None:
+                raise ValueError("a salt or leaves are given; they belong in the record")
+        return self
 
     @property
-    def method(self) -> Recipe:
-        """The recipe as the accountant takes it."""
-        return read_recipe(self)
+    def method(self) -> str:
+        """The method's name on the command line and in files."""
+        return method_name(self.recipe)
 
     @property
     def execution(self) -> Execution:
         """What the machine added to the account."""
-        p = self.finite_precision
+        p = self.precision
         return Execution(rounding=p.rounding, tail_delta=p.tail_delta, releases=self.releases)
-
-    def to_bytes(self) -> bytes:
-        """The canonical bytes: one certificate, one file."""
-        return rfc8785.dumps(self.model_dump(mode="json"))
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Certificate:
-        """The certificate with exactly these bytes; a sentence says why there is none."""
-        certificate = parse(data)
-        if certificate.to_bytes() != data:
-            raise CertificateError("this certificate is not in canonical form (RFC 8785)")
-        return certificate
-
-    @property
-    def sha256(self) -> str:
-        """SHA-256 of the file: what a later certificate names as its parent."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
-
-    def save(self, path: str | Path) -> None:
-        """Write the canonical bytes; the file is either complete or not there."""
-        write_atomic(path, self.to_bytes())
-
-    @classmethod
-    def load(cls, path: str | Path) -> Certificate:
-        """Read a certificate without checking what it claims: that is ``expunge.verify``."""
-        return cls.from_bytes(read_limited(path, MAX_BYTES, "certificate"))
 
     def compute_digest(self) -> str:
         """SHA-256 of the canonical bytes without ``digest`` and ``signature``."""
-        return hashlib.sha256(rfc8785.dumps(self._without("digest", "signature"))).hexdigest()
+        plain = self.model_dump(mode="json", exclude={"digest", "signature"})
+        return hashlib.sha256(serialise(plain)).hexdigest()
 
     def signed_bytes(self) -> bytes:
         """What a signature signs: everything but itself."""
-        return b"expunge/certificate-1\0" + rfc8785.dumps(self._without("signature"))
+        plain = self.model_dump(mode="json", exclude={"signature"})
+        return b"expunge/certificate-1\0" + serialise(plain)
 
     def sign(
         self, private_key: bytes | str | Path, *, password: bytes | None = None
     ) -> Certificate:
         """The same certificate, signed with an Ed25519 key: PEM bytes, or a PEM file's path."""
         signature = sign_bytes(self.signed_bytes(), private_key, password)
-        return parse(rfc8785.dumps(self._without("signature") | {"signature": signature}))
+        return self.model_copy(update={"signature": Signature.model_validate(signature)})
 
-    def safetensors_metadata(self) -> dict[str, str]:
-        """What the weights file repeats, so that file and certificate name each other."""
-        facts = {"schema_version": self.schema_version} | list_facts(self)
-        plain = {
-            f"expunge.{key}": value if isinstance(value, str) else rfc8785.dumps(value).decode()
-            for key, value in facts.items()
-        }
-        return {"format": "pt"} | plain
+    def describe_weights(self) -> dict[str, str]:
+        """The metadata of a weights file, so that file and certificate name each other."""
+        names = "epsilon", "delta", "compared_to", "method", "releasable", "digest"
+        facts = {name: serialise(getattr(self, name)).decode().strip('"') for name in names}
+        return {"format": "pt"} | {f"expunge.{name}": fact for name, fact in facts.items()}
 
     def statement(self) -> str:
         """The certificate in plain language, for an auditor."""
         return write_statement(self)
 
-    def model_card(self) -> str:
-        """A block for a Hugging Face model card: YAML metadata, then markdown."""
-        return write_model_card(self)
-
     def __str__(self) -> str:
-        return summarise(self).to_text()
-
-    def _repr_html_(self) -> str:
-        return summarise(self).to_html()
-
-    def _without(self, *names: str) -> dict[str, Any]:
-        return {k: v for k, v in self.model_dump(mode="json").items() if k not in names}
-
-
-def parse(data: bytes) -> Certificate:
-    """A certificate from its bytes, canonical or not; nothing it claims is checked.
-
-    >>> parse(b"{}")
-    Traceback (most recent call last):
-    ...
-    expunge.errors.CertificateError: schema_version is None; this version of expunge reads 1 and 2
-    """
-    try:
-        plain = json.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CertificateError(f"a certificate must be JSON: {error}") from None
-    if not isinstance(plain, dict):
-        raise CertificateError("a certificate must be a JSON object")
-    version = cast(dict[str, object], plain).get("schema_version")
-    if type(version) is not int or version not in (1, SCHEMA_VERSION):
-        shown = str(version)[:40]
-        raise CertificateError(
-            f"schema_version is {shown}; this version of expunge reads 1 and {SCHEMA_VERSION}"
-        )
-    try:
-        certificate = Certificate.model_validate_json(data)
-        read_recipe(certificate)
-        misplaced = find_misplaced(certificate, version)
-        if version == 1 and certificate.gradient_evaluations is None:
-            misplaced.append("gradient_evaluations is missing")
-        if misplaced:
-            raise CertificateError(f"the certificate is not usable: {misplaced[0]}")
-        if certificate.problem is not None:
-            Problem(**certificate.problem.model_dump())
-        rfc8785.dumps(certificate.model_dump(mode="json"))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise CertificateError(
-            f"{place or 'the certificate'} is not usable: {first['msg']}"
-        ) from None
-    except (InputError, rfc8785.CanonicalizationError, UnicodeError) as error:
-        raise CertificateError(f"the certificate is not usable: {error}") from None
-    return certificate
+        title = "Certificate of unlearning: what it claims, to be checked by expunge.verify"
+        return tabulate(title, list(list_facts(self).items()))
 
 
 def certify(
-    record: RunRecord,
+    record: Record,
     *,
-    delta: float,
+    delta: float = 1e-5,
     compared_to: ComparedTo = "retrained",
-    parent: Certificate | None = None,
     releases: int = 1,
-    accept_unchecked: bool = False,
+    parent: Certificate | None = None,
 ) -> Certificate:
     """The certificate of a run at δ; an :class:`UnlearningError` says why there can be none.
 
-    ``parent`` is the certificate of the model this run started from, when that model was itself
-    unlearned: its released weights must be the record's ``weights_before``. ``releases`` counts the
-    released noisy runs of the same old model, this one included. A run whose forget and retained
-    data were not checked against each other is not releasable unless ``accept_unchecked``, which
-    the certificate then states.
+    ``parent`` is the certificate of the release before, whose hash the record names. ``releases``
+    counts the released noisy runs of the same old model, this one included. An exact run has
+    (0, 0), whatever ``delta`` says.
 
-    >>> from expunge.certificates.record import Trace
-    >>> record = RunRecord(
-    ...     recipe=recipes.OutputPerturbation(start_clip=0.01, noise_std=0.0746128),
-    ...     parameters=1, grid=2.0**-30, execution=Execution(),
-    ...     noise={"source": "seeded", "generator": "AES-256-CTR", "releasable": False, "seed": 0},
-    ...     noise_keys=1, trace=Trace((0,), (0.0746128,), (0,), (1,), (0.009,), (0.05,), (False,)),
-    ...     gradient_evaluations=0, weights_before="a" * 64, weights_noisy="b" * 64,
-    ...     weights_after="b" * 64, device="cpu", dtype="float32",
-    ...     created="2025-11-15T22:00:00+00:00")
-    >>> certificate = certify(record, delta=1e-5)
-    >>> round(certificate.epsilon, 4), certificate.compared_to, certificate.releasable
-    (1.0, 'retrained', False)
+    >>> from expunge.certificates.people import commit
+    >>> from expunge.certificates.record import Code, TrainingRun, Weights
+    >>> from expunge.recipes import Retraining
+    >>> record = Record(
+    ...     recipe=Retraining(), parameters=3, start="build", forget=commit(["ann"], 2),
+    ...     retained=commit(["bob"], 5), code=Code(),
+    ...     weights=Weights(after="b" * 64, start="a" * 64),
+    ...     training=TrainingRun(function="expunge.Training", examples=5))
+    >>> certificate = certify(record)
+    >>> certificate.epsilon, certificate.delta, certificate.releasable
+    (0.0, 0.0, True)
     """
     if not isinstance(parent, Certificate | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of(
             "parent", parent, "a Certificate, as Certificate.load reads one, or None"
         )
-    named = record.parent or (None if parent is None else parent.sha256)
-    certificate = derive(
-        record,
-        delta=delta,
-        compared_to=compared_to,
-        parent=named,
-        releases=releases,
-        accept_unchecked=accept_unchecked,
-    )
+    certificate = derive(record, delta=delta, compared_to=compared_to, releases=releases)
     problems = list[str]()
     if parent is not None:
-        problems = check_link(certificate, parent)
-    elif named is not None:
-        problems = [f"it names the parent {named}, which must be given to check the chain"]
+        problems = [*check_link(certificate, parent), *check_clock(certificate.created, parent)]
+    elif record.parent is not None:
+        problems = [f"it names the parent {record.parent}, which must be given to check the chain"]
     if problems:
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
-    if isinstance(record.recipe, GroupDPSGD):
-        _confirm(record.recipe, certificate)
     return certificate
 
 
 def derive(
-    record: RunRecord,
-    *,
-    delta: float,
-    compared_to: ComparedTo,
-    parent: str | None,
-    releases: int,
-    accept_unchecked: bool,
-    version: int = SCHEMA_VERSION,
+    record: Record, *, delta: float, compared_to: ComparedTo, releases: int = 1
 ) -> Certificate:
-    """The certificate that follows from a record; ``parent`` is the hash of the parent's file."""
-    check_delta(delta)
-    told = Execution(releases=releases)
-    execution = replace(record.execution, releases=max(told.releases, record.execution.releases))
-    problems = find_contradictions(replace(record, execution=execution, parent=parent))
-    if problems:
+    """The certificate that follows from a record alone."""
+    ran = replace(record.execution, releases=releases)
+    ran = replace(ran, releases=max(ran.releases, record.execution.releases))
+    ran = IDEAL if is_exact(record.recipe) else ran  # exact releases do not add up
+    if problems := find_contradictions(record):
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
     found, ideal = (
-        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=ran)
-        for ran in (execution, Execution(releases=execution.releases))
+        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=execution)
+        for execution in (ran, Execution(releases=ran.releases))
     )
-    bounds = [b.epsilon for b in (found.retrained, found.centre) if b is not None]
-    if not max(bounds) <= MAX_EPSILON:
+    largest = max(found.retrained.epsilon, found.centre.epsilon)
+    if not largest <= MAX_EPSILON:
         raise UnlearningError(
-            f"this run certifies nothing at delta = {delta}: epsilon is {max(bounds):g}, "
-            f"and above {MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
+            f"this run certifies nothing at delta = {delta}: epsilon is {largest:g}, and above "
+            f"{MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
         )
-    plain = _describe_run(record, parent, version)
-    plain |= _describe_guarantee(record, execution, found, ideal)
-    return _complete(plain, version, accept_unchecked)
+    precision = {
+        "grid": record.grid,
+        "rounding": ran.rounding,
+        "tail_delta": ran.tail_delta,
+        "ideal_epsilon": ideal.epsilon,
+        "epsilon_cost": max(found.epsilon - ideal.epsilon, 0.0),
+    }
+    sealed = {"schema_version": 1, "record": record.sha256, "signature": None}
+    more = {"precision": precision, "releases": ran.releases}
+    return complete(record.publish() | asdict(found) | more | sealed)
 
 
-def _confirm(recipe: GroupDPSGD, found: Certificate) -> None:
-    """Refuse a claim about DP-SGD that its second computation cannot confirm."""
-    from expunge.certificates.second_accountant import recompute
+def derive_again(record: Record, c: Certificate) -> Certificate:
+    """The certificate of this record at what ``c`` states: δ, reference, number of releases."""
+    return derive(record, delta=c.delta or 1e-5, compared_to=c.compared_to, releases=c.releases)
 
-    try:
-        confirmed = recompute(recipe, "retrained", Execution())[1](found.epsilon) <= found.delta
-    except InputError as error:
-        raise UnlearningError(f"this run cannot be certified: {error}") from None
-    if not confirmed:
-        raise UnlearningError("this run cannot be certified: the two accountants disagree")
+
+def complete(plain: dict[str, Any]) -> Certificate:
+    """Add what follows from the rest: scope, warnings, digest."""
+    empty = {"covered": [], "not_covered": [], "operator": [], "void_if": []}
+    blank = {"releasable": False, "warnings": [], "scope": empty, "digest": _BLANK}
+    draft = Certificate.from_bytes(serialise(plain | blank))
+    warnings = tuple(find_warnings(draft))
+    releasable = not any(warning.startswith(BLOCKS) for warning in warnings)
+    words = {"scope": Scope(**derive_scope(draft)), "warnings": warnings, "releasable": releasable}
+    draft = draft.model_copy(update=words)
+    return draft.model_copy(update={"digest": draft.compute_digest()})
+
+
+def check_digest(c: Certificate) -> list[str]:
+    """A sentence if the content does not have the digest that is stated."""
+    found = c.compute_digest()
+    return [] if c.digest == found else [f"digest is {c.digest}, but the content has {found}"]
+
+
+def check_derived(c: Certificate) -> list[str]:
+    """Fields that follow from others, and those that must agree."""
+    plain = c.model_dump(mode="json")
+    chosen = plain["retrained" if c.compared_to == "retrained" else "centre"]
+    derived = complete(plain | chosen | {"theorem": theorem(c.recipe)})
+    found = [
+        f"{name} is {shorten(plain[name])}; the rest of the certificate gives {shorten(value)}"
+        for name, value in derived.model_dump(mode="json", exclude={"digest"}).items()
+        if plain[name] != value
+    ]
+    if c.retrained.delta != c.centre.delta:
+        found.append("delta differs between the two bounds")
+    if is_exact(c.recipe) != (c.delta == 0):
+        found.append(f"delta is {c.delta}; it must be 0 exactly for methods without noise")
+    if (c.weights.old is None) != (c.parent is None or c.start != "model"):
+        found.append("weights.old must be given exactly for a noisy run with a parent")
+    if c.sharding is not None and (c.parent is None) != (not c.sharding.trained_from):
+        found.append("sharding.trained_from must be given exactly when there is a parent")
+    if c.precision.epsilon_cost != max(c.epsilon - c.precision.ideal_epsilon, 0.0):
+        found.append("precision.epsilon_cost is not epsilon - ideal_epsilon")
+    return [*found, *check_run(c, c.precision.grid, c.execution)]
 
 
 def check_link(child: Certificate, parent: Certificate) -> list[str]:
-    """What breaks the chain from ``child`` to its parent, if anything.
-
-    What is public must have been just as public in the parent, unless it was compared.
-    """
-    w, before, found = child.weights, parent.weights, list[str]()
+    """What breaks the chain from ``child`` to its parent, if anything."""
+    found = list[str]()
     unsigned = parent.model_copy(update={"signature": None})  # it may have been signed since
     if child.parent not in (parent.sha256, unsigned.sha256):
         found.append(f"parent is {child.parent}, but the SHA-256 of the parent is {parent.sha256}")
-    if w.before != before.after:
+    if read_time(child.created) < read_time(parent.created):
+        found.append(f"created is {child.created}, before its parent's {parent.created}")
+    if child.start == "model" and child.weights.old != parent.weights.after:
         found.append(
-            f"the run started from weights {w.before}, but the parent released {before.after}"
+            f"the run started from weights {child.weights.old}, but the parent released "
+            f"{parent.weights.after}"
         )
-    ours, theirs = (x.frozen if x.public is None else x.public.hash for x in (w, before))
-    if ours != theirs and not (w.public is not None and w.public.compared):
-        found.append(f"the frozen part is {ours}, but the parent's was {theirs}")
-    if w.centre is not None and w.centre == before.after:
-        found.append("the centre is the parent's released model, which saw the forget data")
-    return [*found, *_check_features(child, parent), *_check_untouched(child, parent)]
-
-
-def _check_features(child: Certificate, parent: Certificate) -> list[str]:
-    """A head's features are public, and those of every release before it."""
-    ours, theirs = child.statistics, parent.statistics
-    if ours is None:
-        return []
-    if theirs is None:
-        return ["the parent is not of a head built to forget"]
-    if ours.features != theirs.features:
-        return [f"its features are {ours.features}, but the parent's were {theirs.features}"]
-    return []
+    if child.weights.start == parent.weights.after:
+        found.append("build() gave the parent's released model, which a request was about")
+    if child.statistics is not None:
+        ours, before = child.statistics.features, parent.statistics
+        if before is None or before.features != ours:
+            found.append("its features are not those of the parent, or that is no linear model")
+    return [*found, *_check_untouched(child, parent), *_check_changed(child, parent)]
 
 
 def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
     """Constituents that were not trained again are, bit for bit, those of the parent."""
-    ours, theirs = child.shards, parent.shards
+    ours, theirs = child.sharding, parent.sharding
     if ours is None:
         return []
     if theirs is None or ours.seed != theirs.seed or len(ours.hashes) != len(theirs.hashes):
-        return ["shards: the parent is not of the same ensemble"]
-    return [
-        f"constituent {k} is {ours.hashes[k]}, said to be untouched, but the parent's was "
-        f"{theirs.hashes[k]}"
-        for k, first in enumerate(ours.trained_from)
-        if first == 0 and ours.hashes[k] != theirs.hashes[k]
-    ]
+        return ["sharding: the parent is not of the same ensemble"]
+    empty, found = combine_leaves([]), list[str]()
+    for k, first in enumerate(ours.trained_from):
+        now, before = ours.samples[k], theirs.samples[k]
+        one, other = ours.hashes[k], theirs.hashes[k]
+        if first == 0 and (one, now) != (other, before):
+            found.append(
+                f"constituent {k} is {one} of {now} samples, said to be untouched, but the "
+                f"parent's was {other} of {before}"
+            )
+        elif one == other != empty and now != before:
+            found.append(f"constituent {k} of {now} samples is the parent's, which saw {before}")
+    return found
 
 
-def _describe_guarantee(
-    record: RunRecord, execution: Execution, found: Guarantee, ideal: Guarantee
-) -> dict[str, Any]:
-    survival = found.survival_bound
-    if survival is None:  # no old model to start from: the run without the forget set stands in
-        survival = min(math.exp(log_delta(record.recipe, 0.0, execution=execution)), 1.0)
-    return asdict(found) | {
-        "survival_bound": survival,
-        "finite_precision": {
-            "grid": record.grid,
-            "rounding": execution.rounding,
-            "tail_delta": execution.tail_delta,
-            "ideal_epsilon": ideal.epsilon,
-            "epsilon_cost": max(found.epsilon - ideal.epsilon, 0.0),
-        },
-        "releases": execution.releases,
-    }
+def _check_changed(child: Certificate, parent: Certificate) -> list[str]:
+    """A model that saw fewer samples is another. Who is named again although they left already is
+    counted again, and changes nothing: then as many samples are retained as before."""
+    before = parent.retained.samples
+    fewer = child.forget.samples > 0 and child.retained.samples != before
+    ours, theirs = child.statistics, parent.statistics
+    if ours is not None:
+        same = fewer and theirs is not None and ours.digest == theirs.digest
+    elif child.sharding is not None:  # constituent by constituent, above
+        return []
+    else:
+        one, other = (
+            c.applied[0].before if c.applied else c.weights.after for c in (child, parent)
+        )
+        same = one == other and (fewer or not is_exact(child.recipe))
+    said = f"it releases what its parent released, which saw {before} samples, though"
+    samples = f"{child.forget.samples} were forgotten and {child.retained.samples} are retained"
+    return [f"{said} {samples}"] if same else []
 
 
-def _describe_run(record: RunRecord, parent: str | None, version: int) -> dict[str, Any]:
-    """What may be published: nothing here is a function of the old model that no noise covers."""
-    finetune = record.finetune
-    # Sizes of Poisson samples tell who was in them, and passes from weights that saw the forgotten
-    # depend on them; version 1 told them.
-    match record.recipe:
-        case GroupDPSGD():
-            told = version == 1
-        case ConvexHeadRecipe(noise_std=sigma):
-            told = sigma == 0
-        case _:
-            told = True
-    return {
-        "recipe": encode(recipes.to_dict(record.recipe)),
-        "schedule": describe_schedule(record.recipe),
-        "parameters": record.parameters,
-        "start": record.start,
-        "initialisation": record.initialisation,
-        "problem": None if record.problem is None else asdict(record.problem),
-        "noise": {
-            "source": record.noise["source"],
-            "generator": record.noise.get("generator"),
-            "keys": record.noise_keys,
-        },
-        "weights": {
-            "before": None if parent is None else record.weights_before,
-            "noisy": record.weights_noisy,
-            "after": record.weights_after,
-            "centre": record.centre,
-            "frozen": record.frozen,
-            "frozen_names": list(record.frozen_names),
-            "public": None if record.public is None else asdict(record.public),
-        }
-        | ({} if record.origin is None else {"origin": asdict(record.origin)})
-        | ({} if record.adapter is None else {"adapter": asdict(record.adapter)}),
-        "data": {
-            "forget": _publish(record.forget),
-            "retain": _publish(record.retain),
-            "checked": record.checked,
-        },
-        "buffers": {"policy": record.buffers, "names": list(record.buffer_names)},
-        "finetune": finetune and asdict(finetune) | {"data": _publish(finetune.data)},
-        "statistics": None if record.statistics is None else asdict(record.statistics),
-        "shards": _describe_shards(record, parent),
-        "gradient_evaluations": record.gradient_evaluations if told else None,
-        "resumed": record.resumed,
-        "device": record.device,
-        "dtype": record.dtype,
-        "versions": dict(record.versions),
-        "created": record.created,
-        "parent": parent,
-        "record": record.digest(),
-    }
+def check_clock(created: str, parent: Certificate) -> list[str]:
+    """A sentence if a run at this time cannot follow its parent: one of the clocks was wrong.
 
-
-def _describe_shards(record: RunRecord, parent: str | None) -> dict[str, Any] | None:
-    """The constituents; which of them were trained again is said against the parent alone."""
-    if record.shards is None:
-        return None
-    return asdict(record.shards) | ({"trained_from": ()} if parent is None else {})
-
-
-def describe_schedule(recipe: Recipe) -> list[dict[str, float]]:
-    """The certificate's ``schedule`` field."""
-    return [
-        {"steps": steps, "learning_rate": rate, "noise_std": sigma}
-        for steps, rate, sigma in summarise_schedule(recipe)
-    ]
-
-
-def _publish(commitment: Commitment | None) -> dict[str, Any] | None:
-    if commitment is None:
-        return None
-    return {name: value for name, value in asdict(commitment).items() if name != "salt"}
-
-
-def _complete(plain: dict[str, Any], version: int, accept_unchecked: bool) -> Certificate:
-    """Add what follows from the rest: scope, warnings, digest."""
-    empty = {"covered": [], "not_covered": [], "assumptions": [], "void_if": []}
-    plain |= {"schema_version": version, "releasable": False, "warnings": [], "scope": empty}
-    plain |= {"digest": _BLANK, "signature": None, "accepted_unchecked": accept_unchecked}
-    if version == 1:
-        plain = keep_version_1(CertificateWire.model_validate_json(rfc8785.dumps(plain)))
-    draft = parse(rfc8785.dumps(plain))
-    if accept_unchecked and not find_unchecked(draft):
-        draft = draft.model_copy(update={"accepted_unchecked": False})
-    warnings = find_warnings(draft)
-    draft = draft.model_copy(
-        update={
-            "scope": derive_scope(draft),
-            "warnings": warnings,
-            "releasable": allows_release(warnings),
-        }
-    )
-    return draft.model_copy(update={"digest": draft.compute_digest()})
+    Callers ask before they train; ``certify`` asks again.
+    """
+    now, before = read_time(created), read_time(parent.created)
+    if now < before:
+        return [
+            f"this machine's clock says {created}, before its parent was created ({parent.created})"
+        ]
+    if now - before > LONGEST_GAP:
+        return [
+            f"this machine's clock says {created}, more than {LONGEST_GAP.days // 365} years after "
+            f"its parent was created ({parent.created}); is it right?"
+        ]
+    return []

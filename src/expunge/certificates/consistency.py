@@ -1,293 +1,165 @@
-"""Whether a record agrees with itself: what ran must be what its recipe says, step by step."""
+"""Whether what is said of a run agrees with itself; a trace also with its recipe, step by step."""
 
 from __future__ import annotations
 
 import math
-from datetime import UTC, datetime, timedelta
-from itertools import groupby
+from collections.abc import Iterator
+from datetime import UTC, datetime
 
 import numpy as np
+import numpy.typing as npt
 
-from expunge.accounting.guarantee import is_exact
-from expunge.accounting.precision import (
-    NoisyRecipe,
-    bound_descent_rounding,
-    bound_solution_rounding,
-    find_disagreements,
-)
-from expunge.certificates.record import CentreOrigin, RunRecord, Sharding, Trace
-from expunge.certificates.schema import OriginWire, ShardingWire
+from expunge.certificates.hashes import combine_leaves
+from expunge.certificates.record import Record, Run, Trace
 from expunge.recipes import (
-    STATED,
-    ConvexHeadRecipe,
-    DescentRecipe,
-    ExactStatistics,
+    IDEAL,
+    Execution,
     GradientClipping,
-    GroupDPSGD,
-    HeadRecipe,
+    LinearModel,
     ModelClipping,
-    NoisyDescent,
+    NoisyRecipe,
     OutputPerturbation,
-    Problem,
     Recipe,
     Retraining,
-    RewindToDelete,
-    ShardedTraining,
+    Sharding,
     schedule,
 )
 
+Array = npt.NDArray[np.float64]
 # ‖ξ‖/σ is within 12 of √d but for less than 1 draw in 10³⁰, whatever the number of parameters d.
 NOISE_DEVIATIONS = 12.0
-# Recorded norms are float32 at worst.
-NORM_TOLERANCE = 1e-5
 
 
-def find_contradictions(record: RunRecord) -> list[str]:
+def find_contradictions(record: Record) -> list[str]:
     """Every reason why this record cannot be certified, as sentences; none if it can."""
-    recipe = record.recipe
-    found = [*_check_noise_source(record), *_check_weights(record), *check_time(record.created)]
-    found += check_start(recipe, record.start, record.centre)
-    if isinstance(recipe, HeadRecipe) and record.statistics is None:
-        found.append("statistics is missing: it says what the head was computed from")
-    if isinstance(recipe, ConvexHeadRecipe) and not is_exact(recipe) and record.forget is None:
-        found.append("forget is missing: a noisy head must name the set that its noise is for")
-    if isinstance(recipe, ShardedTraining):
-        found += check_shards(recipe, record.shards)
-    if record.parameters < 1:
-        found.append("parameters is 0: nothing was certified")
-    least = least_rounding(recipe, record.problem, record.grid, record.parameters)
-    if record.execution.rounding < least * (1 - 1e-9):
-        found.append(
-            f"execution.rounding is {record.execution.rounding!r}; a grid of {record.grid!r} "
-            f"costs at least {least!r}"
-        )
-    if isinstance(recipe, DescentRecipe):
-        found += _check_problem(record, recipe)
-    if isinstance(recipe, DescentRecipe | GroupDPSGD):
-        found += _check_training(record, recipe.group_size)
-    steps = sum(count for count, _, _ in summarise_schedule(recipe))
-    if len(record.trace) != steps:
-        return [*found, f"the trace has {len(record.trace)} steps; the recipe has {steps}"]
-    return [*found, *_check_trace(record.trace, record.parameters, recipe)]
-
-
-def least_rounding(recipe: Recipe, problem: Problem | None, grid: float, parameters: int) -> float:
-    """The least that a grid adds to each step's sensitivity; 0 where rounding is free."""
-    match recipe:
-        case GradientClipping():
-            return 2 * grid * math.sqrt(parameters)
-        case NoisyDescent() | RewindToDelete() if grid > 0:
-            return bound_descent_rounding(recipe, problem or STATED, grid, parameters)
-        case ConvexHeadRecipe():
-            return bound_solution_rounding(grid, parameters)
-        case _:
-            return 0.0
-
-
-def check_shards(recipe: ShardedTraining, sharding: Sharding | ShardingWire | None) -> list[str]:
-    """What is wrong with the description of an ensemble's constituents."""
-    if sharding is None:
-        return ["shards is missing: it says what the constituents are"]
-    columns = (sharding.samples, sharding.hashes, sharding.trained_from)
-    found = [
-        f"shards.{name} has {len(column)} entries; the recipe has {recipe.shards} shards"
-        for name, column in zip(("samples", "hashes", "trained_from"), columns, strict=True)
-        if len(column) != recipe.shards and not (name == "trained_from" and not column)
-    ]
-    if not any(sharding.samples):
-        found.append("shards.samples are all 0: nothing was trained")
-    if any(not 0 <= first <= recipe.slices for first in sharding.trained_from):
-        found.append(f"shards.trained_from must be 0 or a slice from 1 to {recipe.slices}")
-    return found
-
-
-def count_keys(recipe: Recipe) -> int:
-    """How many noise keys a run that was never resumed takes: noisy descent trains with one too."""
-    return 2 if isinstance(recipe, NoisyDescent) else 1
-
-
-def expand_schedule(recipe: Recipe) -> list[tuple[float, float]]:
-    """(learning rate, noise) of every step that led to the released model.
-
-    >>> expand_schedule(OutputPerturbation(start_clip=1.0, noise_std=0.5))
-    [(0.0, 0.5)]
-    """
-    runs = summarise_schedule(recipe)
-    return [(rate, sigma) for count, rate, sigma in runs for _ in range(count)]
-
-
-def summarise_schedule(recipe: Recipe) -> list[tuple[int, float, float]]:
-    """The schedule as runs of equal steps: (how many, learning rate, noise).
-
-    >>> summarise_schedule(ModelClipping(model_clip=1.0, learning_rate=[0.1, 0.1, 0.2],
-    ...                                  weight_decay=0.0, noise_std=2.0, steps=3))
-    [(2, 0.1, 2.0), (1, 0.2, 2.0)]
-    """
-    match recipe:
-        case Retraining() | ExactStatistics() | ShardedTraining() | ConvexHeadRecipe(noise_std=0.0):
-            return []
-        case OutputPerturbation(noise_std=sigma) | ConvexHeadRecipe(noise_std=sigma):
-            return [(1, 0.0, sigma)]
-        case GradientClipping(steps=T) | ModelClipping(steps=T):
-            columns = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
-            runs = groupby(zip(*(column.tolist() for column in columns), strict=True))
-            return [(sum(1 for _ in run), rate, sigma) for (rate, sigma), run in runs]
-        case NoisyDescent(learning_rate=rate, noise_std=sigma):
-            return [(recipe.train_steps + recipe.steps, rate, sigma)]
-        case RewindToDelete(learning_rate=rate, noise_std=sigma):
-            return [(recipe.train_steps, rate, 0.0), (1, 0.0, sigma)]
-        case GroupDPSGD(steps=T, noise_multiplier=multiplier, clip=C):
-            return [(T, 0.0, multiplier * C)]
-
-
-def _check_noise_source(record: RunRecord) -> list[str]:
-    source, found = record.noise.get("source"), list[str]()
-    if is_exact(record.recipe):
-        return found
-    if source == "none":
-        found.append("noise.source is 'none', but the recipe draws noise")
-    if record.noise.get("releasable") is not (source == "system"):
-        found.append(f"noise.releasable is {record.noise.get('releasable')!r} for {source!r} noise")
-    expected = count_keys(record.recipe) + record.resumed
-    if source == "system" and record.noise_keys != expected:
-        found.append(
-            f"noise_keys is {record.noise_keys}; a run resumed {record.resumed} times "
-            f"uses {expected}"
-        )
-    return found
-
-
-def _check_problem(record: RunRecord, recipe: DescentRecipe) -> list[str]:
-    found = find_disagreements(recipe, record.problem or STATED, record.parameters)
-    if record.problem is None:
-        found.append("problem is missing: it says where the constants of the recipe come from")
-    return found
-
-
-def _check_training(record: RunRecord, group_size: int) -> list[str]:
-    """What holds for a run whose guarantee covers its training too."""
-    found = list[str]()
-    gone = 0 if record.forget is None else max(record.forget.count, record.forget.samples or 0)
-    if gone > group_size:
-        found.append(f"{gone} examples were forgotten; group_size is {group_size}")
-    if record.execution.releases != 1 or record.parent is not None:
-        found.append("one training run covers one request: releases must be 1 and parent none")
-    return found
-
-
-def _check_weights(record: RunRecord) -> list[str]:
-    found = list[str]()
-    given = record.centre is not None and record.start != "fresh"
-    if given and record.centre == record.weights_before:
-        found.append("the centre is the old model itself; it must be public")
-    found += check_origin(record.recipe, record.origin, record.centre)
-    if (record.frozen is None) != (len(record.frozen_names) == 0):
-        found.append("frozen and frozen_names must be given together")
-    if (record.buffers == "none") != (len(record.buffer_names) == 0):
-        found.append(f"buffers is {record.buffers!r} with {len(record.buffer_names)} buffers named")
-    steps = 0 if record.finetune is None else record.finetune.steps
-    if record.weights_noisy != record.weights_after:
-        found += check_change(record.recipe, steps, record.buffers)
-    return found
-
-
-def check_change(recipe: Recipe, steps: int, buffers: str) -> list[str]:
-    """A sentence if weights cannot have changed after the noise, or after the start of retraining,
-    by training of so many ``steps`` or by statistics that were estimated anew."""
-    if steps > 0:
-        return []
-    if isinstance(recipe, Retraining):
-        return ["the weights are not those of the start, but no step of training is recorded"]
-    if is_exact(recipe) or buffers == "reset":
-        return []
-    return ["the weights changed after the last noise, but no fine-tuning is recorded"]
-
-
-def check_origin(
-    recipe: Recipe, origin: CentreOrigin | OriginWire | None, centre: str | None
-) -> list[str]:
-    """What is wrong with the description of the centre; runs of before it have none."""
-    if origin is None:
-        return []
-    found = list[str]()
-    if not isinstance(recipe, NoisyRecipe):
-        found.append("origin must be given for noisy fine-tuning alone, which has a centre")
-    if (origin.kind == "zero") != (centre is None):
-        found.append(f"origin.kind is {origin.kind!r}; the hash of the centre is {centre}")
-    fresh = origin.kind == "initialisation"
-    if any((told is not None) != fresh for told in (origin.seed, origin.drawn)):
-        found.append("origin.seed and origin.drawn must be given exactly for an initialisation")
-    return found
-
-
-def check_start(recipe: Recipe, start: str, centre: str | None) -> list[str]:
-    """A sentence if the method cannot have started there."""
-    if isinstance(recipe, Retraining) and start == "model":
-        return ["start is 'model'; retraining begins at a 'fresh' one or at a public 'centre'"]
-    if isinstance(recipe, Retraining) and (start == "centre") != (centre is not None):
-        return [f"start is {start!r}; retraining has a centre if, and only if, it starts there"]
-    trains = isinstance(recipe, GroupDPSGD | DescentRecipe)
-    if isinstance(recipe, HeadRecipe) and (start == "fresh") != is_exact(recipe):
-        return [f"start is {start!r}; a head is solved from zero ('fresh') or has noise ('model')"]
-    if trains and start != "fresh":
-        return [f"start is {start!r}; training begins at a 'fresh' one"]
-    if start == "fresh" and not trains and not is_exact(recipe):
-        return ["start is 'fresh'; this method starts from a model or from the centre"]
-    return []
-
-
-def check_time(created: str) -> list[str]:
-    """A sentence unless this is an ISO 8601 time in UTC, and not far in the future."""
-    try:
-        time = datetime.fromisoformat(created)
-    except ValueError:
-        time = datetime.min
-    if time.utcoffset() != timedelta(0):
-        return [f"created is {created!r}; it must be an ISO 8601 time in UTC"]
-    if time.year > datetime.now(UTC).year + 10:
-        return [f"created is {created!r}; it must not be more than ten years ahead"]
-    return []
-
-
-def _check_trace(trace: Trace, parameters: int, recipe: Recipe) -> list[str]:
-    found = list[str]()
-    if len(trace) == 0:
-        return found
-    rates, sigmas = (np.array(column) for column in zip(*expand_schedule(recipe), strict=True))
+    found = list(check_run(record, record.grid, record.execution))
+    (rates, sigmas), trace = list_steps(record.recipe), record.trace or Trace()
+    if len(trace) != len(rates):
+        return [*found, f"the trace has {len(trace)} steps; the recipe has {len(rates)}"]
     norms = np.array(trace.noise_norm)
-    applied = np.array(trace.gradient_norm) * np.array(trace.clip_factor)
-    if not isinstance(recipe, GroupDPSGD):  # there learning rates are post-processing
-        found += _name_steps("learning_rate differs from the recipe", rates != trace.learning_rate)
-    found += _name_steps("noise_std differs from the recipe", sigmas != trace.noise_std)
-    if isinstance(recipe, GradientClipping):
-        above = applied > recipe.grad_clip * (1 + NORM_TOLERANCE)
-        found += _name_steps("the clipped gradient is longer than grad_clip", above)
-    if isinstance(recipe, DescentRecipe):
-        above = applied > recipe.gradient_bound * (1 + NORM_TOLERANCE)
-        found += _name_steps("the gradient is longer than gradient_bound", above)
-    radius = _projection_radius(recipe) * (1 + NORM_TOLERANCE)
-    found += _name_steps("the model is outside its clip", np.array(trace.model_norm) > radius)
-    off = np.abs(norms - sigmas * math.sqrt(parameters)) > NOISE_DEVIATIONS * sigmas
-    found += _name_steps("the noise is too short or too long for its noise_std", off)
-    if len(norms) > 2 and parameters > 16 and norms[0] > 0 and np.ptp(norms) == 0:
+    off = np.abs(norms - sigmas * math.sqrt(record.parameters)) > NOISE_DEVIATIONS * sigmas
+    for what, wrong in (
+        ("learning_rate differs from the recipe", rates != trace.learning_rate),
+        ("noise_std differs from the recipe", sigmas != trace.noise_std),
+        ("the noise is too short or too long for its noise_std", off),
+    ):
+        if np.any(wrong):
+            found.append(f"{what} at step {int(np.argmax(wrong))}")
+    if len(norms) > 2 and record.parameters > 16 and norms[0] > 0 and np.ptp(norms) == 0:
         found.append("every step added noise of the same norm: one draw was used again")
     return found
 
 
-def _projection_radius(recipe: Recipe) -> float:
-    """The ball the model is in right before each noise, where the recipe projects onto one."""
+def list_steps(recipe: Recipe) -> tuple[Array, Array]:
+    """Learning rate and noise of every entry of a trace.
+
+    >>> list_steps(OutputPerturbation(start_clip=1.0, noise_std=2.0))
+    (array([0.]), array([2.]))
+    """
     match recipe:
-        case OutputPerturbation(start_clip=radius) | ModelClipping(model_clip=radius):
-            return radius
-        case GradientClipping(model_clip=float(radius)):
-            return radius
+        case OutputPerturbation(noise_std=sigma):
+            return np.zeros(1), np.array([sigma])
+        case GradientClipping(steps=T) | ModelClipping(steps=T):
+            return schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
         case _:
-            return math.inf
+            return np.zeros(0), np.zeros(0)
 
 
-def _name_steps(what: str, wrong: np.typing.NDArray[np.bool_]) -> list[str]:
-    places = np.flatnonzero(wrong)
-    if len(places) == 0:
-        return []
-    more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-    return [f"{what} at step {int(places[0])}{more}"]
+def check_run(run: Run, grid: float, ran: Execution) -> Iterator[str]:
+    """What contradicts itself in what record and certificate both say."""
+    recipe, w, noise, samples = run.recipe, run.weights, run.noise, run.retained.samples
+    noisy, linear = isinstance(recipe, NoisyRecipe), isinstance(recipe, LinearModel)
+    starts = ("model", "centre") if noisy else ("build",)
+    if run.start not in starts:
+        yield f"start is {run.start!r}; it must be {' or '.join(starts)} for this method"
+    if (run.origin is None) == noisy:
+        yield f"origin is {run.origin!r}; a noisy run, and no other, has a centre"
+    if run.missing and not noisy:
+        yield "missing names tensors that the old model lacks, but no old model was used"
+    if run.forget.count < 1 and not isinstance(recipe, LinearModel | Sharding):
+        yield "forget names nobody; a certificate is about a request"
+    if run.forget.root == run.retained.root:
+        yield "forget and retained are one set of people"
+    if samples < 1:
+        yield "retained has no samples: nothing was learned"
+    if run.training is None and isinstance(recipe, Retraining | Sharding):
+        yield "training is missing: it says what the release was trained by"
+    if run.training is not None and run.training.examples != samples:
+        yield f"training was handed {run.training.examples} examples; {samples} are retained"
+    if (run.statistics is None) == linear:
+        yield "statistics must be given exactly for linear models"
+    if run.statistics is not None and run.statistics.samples != samples:
+        yield f"statistics are of {run.statistics.samples} rows; {samples} are retained"
+    if read_time(run.created).year == 1:
+        yield f"created is {run.created!r}; it must be a time in UTC, as 2026-01-01T00:00:00+00:00"
+    elif read_time(run.created).year < 2020:
+        yield f"created is {run.created!r}, before there was anything to write it"
+    if read_time(run.created).year > datetime.now(UTC).year + 10:
+        yield f"created is {run.created!r}; it must not be more than ten years ahead"
+
+    for name, names in (
+        *((name, getattr(run, name)) for name in ("buffers", "missing", "unchanged")),
+        ("weights.published.names", () if w.published is None else w.published.names),
+    ):
+        if len(set(names)) < len(names):
+            yield f"{name} has a name twice"
+    if (w.noisy is None) == noisy:
+        yield "weights.noisy must be given exactly for noisy runs"
+    if w.start is None and not linear:
+        yield "weights.start is missing: the hash of what build() gave"
+    if w.old is not None and w.old == w.start:
+        yield "build() gave the old model itself; it must be public"
+    if w.noisy is not None and w.noisy in (w.old, w.start):
+        yield "weights.noisy is what the run began with: nothing was added to it"
+    before = run.applied[0].before if run.applied else w.after
+    if w.noisy not in (None, before) and run.training is None and not run.buffers:
+        yield "the weights changed after the last noise, but no training is recorded"
+    links = [*(one.before for one in run.applied[1:]), w.after]
+    if any(one.after != link for one, link in zip(run.applied, links, strict=False)):
+        yield "applied does not lead from each change to the next and to weights.after"
+
+    if not noisy and ((noise.source, noise.keys, grid) != ("none", 0, 0) or ran != IDEAL):
+        yield "noise or its precision is given, but an exact run has none"
+    if noisy and noise.source == "none":
+        yield "noise.source is 'none', but the recipe draws noise"
+    if noise.source == "system" and noise.keys != 1 + run.resumed:
+        yield f"noise.keys is {noise.keys}; a run resumed {run.resumed} times uses one more"
+    if grid > 0 and math.frexp(grid)[0] != 0.5:
+        yield f"grid is {grid!r}; it must be 0 or a power of two"
+    # Where a step ends in a projection, rounding goes towards the centre and is free.
+    least = 2 * grid * math.sqrt(run.parameters) if isinstance(recipe, GradientClipping) else 0.0
+    if ran.rounding < least * (1 - 1e-9):
+        yield f"rounding is {ran.rounding!r}; a grid of {grid!r} costs at least {least!r}"
+    yield from _check_shards(run)
+
+
+def _check_shards(run: Run) -> Iterator[str]:
+    recipe, shards = run.recipe, run.sharding
+    if not isinstance(recipe, Sharding) or shards is None:
+        if isinstance(recipe, Sharding) or shards is not None:
+            yield "sharding must be given exactly for shards: it says what the constituents are"
+        return
+    sizes = {len(shards.samples), len(shards.hashes), len(shards.trained_from) or recipe.shards}
+    if sizes != {recipe.shards}:
+        yield f"sharding must have {recipe.shards} samples, hashes and trained_from"
+    if sum(shards.samples) != run.retained.samples:
+        yield f"shards have {sum(shards.samples)} samples; {run.retained.samples} are retained"
+    if any(first > recipe.slices for first in shards.trained_from):
+        yield f"sharding.trained_from must be 0 or a slice from 1 to {recipe.slices}"
+    empty = combine_leaves([])
+    if any(n == 0 and h != empty for n, h in zip(shards.samples, shards.hashes, strict=False)):
+        yield "sharding.hashes has a constituent for a shard without samples"
+
+
+def read_time(created: str) -> datetime:
+    """The time, or the earliest there is where it is not written as ours are, in UTC.
+
+    >>> read_time("2026-01-01T00:00:00+00:00").year, read_time("soon").year
+    (2026, 1)
+    """
+    try:
+        time = datetime.fromisoformat(created)
+    except ValueError:
+        time = datetime.min
+    ours = time.tzinfo is UTC and time.isoformat(timespec="seconds") == created
+    return time if ours else datetime.min.replace(tzinfo=UTC)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -18,7 +19,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from expunge.errors import InputError
-from expunge.files import read_limited
+from expunge.files import read_limited, write_atomic
 
 MAX_KEY_BYTES = 100_000
 _P = 2**255 - 19
@@ -37,7 +38,7 @@ def generate_key_pair() -> tuple[bytes, bytes]:
 
     >>> private, public = generate_key_pair()
     >>> signature = sign_bytes(b"message", private)
-    >>> holds(signature["value"], signature["public_key"], b"message")
+    >>> matches(signature["value"], signature["public_key"], b"message")
     True
     >>> read_public_key(public) == signature["public_key"]
     True
@@ -59,34 +60,20 @@ def write_key_pair(path: str | Path) -> tuple[Path, Path]:
     ...     oct(private.stat().st_mode)[-3:], public.name, len(read_public_key(public))
     ('600', 'key.pem.pub', 64)
     """
-    private = Path(path)
-    public = private.with_name(private.name + ".pub")
-    for file in (private, public):
+    files = (Path(path), Path(f"{path}.pub"))
+    for file in files:
         if os.path.lexists(file):
-            raise InputError(
-                f"{file} is there already, and a key is never overwritten; name another"
-            )
-    made: list[Path] = []
+            raise InputError(f"{file} is there already; a key is never overwritten: name another")
     try:
-        for file, data, mode in zip(
-            (private, public), generate_key_pair(), (0o600, 0o644), strict=True
-        ):
-            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            made.append(file)
-            with os.fdopen(handle, "wb") as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-    except (OSError, ValueError) as error:
-        for file in made:
-            file.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"{private} cannot be written: {reason}") from None
-    return private, public
+        for file, data, private in zip(files, generate_key_pair(), (True, False), strict=True):
+            write_atomic(file, data, private=private)
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror or error}") from None
+    return files
 
 
 def fingerprint(public_key: str) -> str:
-    """The SHA-256 of a raw key in hexadecimal: short enough to be read out, and nobody's else.
+    """The SHA-256 of a raw key in hexadecimal: short enough to be read out, and nobody else's.
 
     >>> fingerprint("00" * 32)[:23]
     'sha256:66687aadf862bd77'
@@ -98,16 +85,7 @@ def sign_bytes(
     message: bytes, private_key: bytes | str | Path, password: bytes | None = None
 ) -> dict[str, str]:
     """The certificate's ``signature`` field for this message."""
-    pem = _read_pem(private_key, "private key")
-    try:
-        key = load_pem_private_key(pem, password)
-    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InputError(
-            f"private key {_tell(private_key, error)}; it must be an Ed25519 key in PEM format, as "
-            "expunge keygen writes it"
-        ) from None
-    if not isinstance(key, Ed25519PrivateKey):
-        raise InputError.of("private key", type(key).__name__, "an Ed25519 key in PEM format")
+    key: Ed25519PrivateKey = _load("private key", private_key, Ed25519PrivateKey, password)
     return {
         "algorithm": "Ed25519",
         "public_key": key.public_key().public_bytes_raw().hex(),
@@ -117,16 +95,7 @@ def sign_bytes(
 
 def read_public_key(public_key: bytes | str | Path) -> str:
     """The raw Ed25519 key in hexadecimal, from PEM bytes or the path of a PEM file."""
-    pem = _read_pem(public_key, "public key")
-    try:
-        key = load_pem_public_key(pem)
-    except (ValueError, UnsupportedAlgorithm) as error:
-        raise InputError(
-            f"public key {_tell(public_key, error)}; it must be an Ed25519 public key in PEM format"
-        ) from None
-    if not isinstance(key, Ed25519PublicKey):
-        raise InputError.of("public key", type(key).__name__, "an Ed25519 key in PEM format")
-    found = key.public_bytes_raw().hex()
+    found = _load("public key", public_key, Ed25519PublicKey).public_bytes_raw().hex()
     if is_degenerate(found):
         raise InputError.of("public key", found, "a point of large order: this one binds nobody")
     return found
@@ -142,7 +111,7 @@ def is_degenerate(public_key: str) -> bool:
     return y >= _P or y in _SMALL_ORDER
 
 
-def holds(value: str, public_key: str, message: bytes) -> bool:
+def matches(value: str, public_key: str, message: bytes) -> bool:
     """Whether ``value`` is this key's signature of the message."""
     if is_degenerate(public_key):
         return False
@@ -154,12 +123,19 @@ def holds(value: str, public_key: str, message: bytes) -> bool:
     return True
 
 
-def _tell(key: bytes | str | Path, error: Exception) -> str:
-    """Which key cannot be used, and why."""
-    name = "" if isinstance(key, bytes) else f"{key} "
-    reason = str(error).split("\n")[0].split(". See ")[0].rstrip(".")
-    return f"{name}cannot be used ({reason})"
-
-
-def _read_pem(key: bytes | str | Path, what: str) -> bytes:
-    return key if isinstance(key, bytes) else read_limited(key, MAX_KEY_BYTES, what)
+def _load(what: str, given: bytes | str | Path, kind: type, password: bytes | None = None) -> Any:
+    """The key of this kind, from PEM bytes or a PEM file."""
+    pem = given if isinstance(given, bytes) else read_limited(given, MAX_KEY_BYTES, what)
+    private = kind is Ed25519PrivateKey
+    try:
+        key = load_pem_private_key(pem, password) if private else load_pem_public_key(pem)
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        name = "" if isinstance(given, bytes) else f"{given} "
+        reason = str(error).split("\n")[0].split(". See ")[0].rstrip(".")
+        raise InputError(
+            f"{what} {name}cannot be used ({reason}); it must be an Ed25519 key in PEM format, as "
+            "expunge keygen writes it"
+        ) from None
+    if not isinstance(key, kind):
+        raise InputError.of(what, type(key).__name__, "an Ed25519 key in PEM format")
+    return key

@@ -1,1 +1,1 @@
-"""The commands, and what they print. Light to import: torch comes when a command needs it."""
+"""The command line."""

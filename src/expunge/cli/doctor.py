@@ -1,4 +1,4 @@
-"""``expunge doctor`` and ``--version``: the environment."""
+"""``expunge doctor``: the environment."""
 
 from __future__ import annotations
 
@@ -10,47 +10,52 @@ from pathlib import Path
 
 import typer
 
-from expunge.cli.text import AsJson, print_json
+from expunge.cli.text import AsJson, echo, print_json
 
-PACKAGES = ("torch", "numpy", "scipy", "safetensors", "pydantic", "cryptography", "mpmath")
-OPTIONAL = ("transformers", "peft", "pyarrow", "ray", "opacus")
+NEEDED = ("numpy", "scipy", "safetensors", "pydantic", "cryptography", "mpmath")
+FOR = {
+    "torch": "retraining, noise and shards",
+    "scikit-learn": "linear models and the demo",
+    "transformers": "its models",
+    "peft": "its adapters",
+    "pyarrow": "lists in Parquet",
+    "ray": "shards on several machines",
+}
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """What expunge finds here: versions, noise, threads, disk. Exit 1 if unusable."""
-    import torch
+    """What expunge finds here: versions, threads, disk.
 
-    from expunge.noisy.noise import SystemNoise
-
-    SystemNoise().begin()
+    Exit 1 if that is not enough.
+    """
     versions, folder = list_versions(), Path.cwd()
     free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
-    missing = [name for name in PACKAGES if versions[name] is None]
+    missing = [name for name in NEEDED if versions[name] is None]
+    absent = [f"{name} ({use})" for name, use in FOR.items() if versions[name] is None]
     good = not missing and writable and free > 1e8
     findings = {
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
         "versions": describe_versions(versions),
         "missing": ", ".join(missing) or "nothing that is needed",
-        "noise": "fresh keys from the operating system, AES-256 counter mode",
-        "threads": f"{torch.get_num_threads()} for torch",
-        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "not here": ", ".join(absent) or "nothing that may be used",
+        "torch": _describe_torch() if versions["torch"] is not None else "none",
         "disk": f"{free / 1e9:,.1f} GB free in {folder}" + ("" if writable else ", not writable"),
     }
     if as_json:
         print_json({"good": good, "versions": versions, "findings": findings})
     else:
         for name, text in findings.items():
-            typer.echo(f"{name:<9} {text}")
-        typer.echo("all is well" if good else "NOT USABLE: see missing and disk")
+            echo(f"{name:<9} {text}")
+        echo("all is well" if good else "NOT USABLE: see missing and disk")
     if not good:
         raise typer.Exit(1)
 
 
-def show_version() -> None:
-    """expunge's version, then those of what computes with it."""
-    versions = list_versions()
-    typer.echo(f"expunge {versions.pop('expunge')}")
-    typer.echo(describe_versions(versions))
+def _describe_torch() -> str:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA"
+    return f"{torch.get_num_threads()} threads, {device}"
 
 
 def describe_versions(versions: dict[str, str | None]) -> str:
@@ -71,7 +76,7 @@ def list_versions() -> dict[str, str | None]:
     from expunge import __version__
 
     found: dict[str, str | None] = {"expunge": __version__, "python": platform.python_version()}
-    for name in (*PACKAGES, *OPTIONAL):
+    for name in (*NEEDED, *FOR):
         try:
             found[name] = version(name)
         except PackageNotFoundError:

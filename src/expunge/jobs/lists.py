@@ -1,4 +1,4 @@
-"""Lists of identifiers as people have them: lines of text, CSV, JSON, Parquet."""
+"""Lists of people as their keepers have them: lines of text, CSV, JSON, Parquet."""
 
 from __future__ import annotations
 
@@ -8,20 +8,27 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from expunge.certificates import identifiers
+from expunge.data.people import read_people
 from expunge.errors import InputError
 from expunge.files import refuse_twice
 
 DELIMITERS = (",", ";", "\t")
 
 
-def read_ids(path: str | Path, column: str | None = None) -> list[str]:
-    """Identifiers from a text file, one per line; from a ``column`` of a CSV (with commas,
-    semicolons or tabs) or Parquet file; from a JSON list of them, or of objects with ``column``.
+def read_list(path: str | Path, column: str | None = None) -> list[str]:
+    """Names from a text file, one per line; from a ``column`` of a CSV (with commas, semicolons or
+    tabs) or Parquet file; from a JSON list of them, or of objects with ``column``.
 
-    Blank lines are skipped, spaces around an identifier dropped, and one that is named again counts
-    once. Nobody is left out without a word: a row that names nobody is refused, and so is a cell
-    that goes on in the next line, as after a quote that is missing. Parquet needs ``pyarrow``.
+    Blank lines are skipped, spaces around a name dropped, and one that is named again counts once.
+    Nobody is left out without a word: a row that names nobody is refused, and so is a cell that
+    goes on in the next line, as after a quote that is missing. Parquet needs ``pyarrow``.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "forget.txt"
+    ...     _ = file.write_text("anna\\n\\n bo \\nanna\\n")
+    ...     read_list(file)
+    ['anna', 'bo']
     """
     file = Path(path)
     try:
@@ -39,11 +46,11 @@ def read_ids(path: str | Path, column: str | None = None) -> list[str]:
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         if isinstance(error, UnicodeDecodeError):
             reason = f"it must be text in UTF-8 ({reason})"
-        raise InputError(f"file of identifiers {file} cannot be read: {reason}") from error
-    names = identifiers.read_ids([name for line in found if (name := line.strip())])
-    if not names:
-        raise InputError(f"file of identifiers {file} names no identifier; it must name at least 1")
-    return list(dict.fromkeys(names))
+        raise InputError(f"list of people {file} cannot be read: {reason}") from error
+    stripped = [name for line in found if (name := line.strip())]
+    if not stripped:
+        raise InputError(f"list of people {file} names nobody; it must name at least 1")
+    return list(read_people(dict.fromkeys(stripped)))
 
 
 def _read_json(file: Path, column: str | None) -> list[str]:
@@ -51,12 +58,12 @@ def _read_json(file: Path, column: str | None) -> list[str]:
     text = file.read_text(encoding="utf-8-sig")
     given: object = json.loads(text, object_pairs_hook=refuse_twice)
     if not isinstance(given, list):
-        raise InputError.of(str(file), f"a JSON {type(given).__name__}", "a list of identifiers")
+        raise InputError.of(str(file), f"a JSON {type(given).__name__}", "a list of names")
     found = list[str]()
     for place, item in enumerate(cast(list[object], given)):
         name = cast(dict[str, object], item).get(column or "") if isinstance(item, dict) else item
-        known = isinstance(name, str | int) and not isinstance(name, bool)
-        if not known or not str(name).strip():
+        usable = isinstance(name, str | int) and not isinstance(name, bool)
+        if not usable or not str(name).strip():
             wanted = "a text or a whole number" + (f" in {column!r}" if column else "")
             raise InputError.of(f"item {place} of {file}", item, wanted)
         found.append(str(name))
@@ -106,7 +113,7 @@ def _read_csv(file: Path, column: str | None) -> list[str]:
 
 
 def _find_column(file: Path, column: str | None, columns: list[str]) -> int:
-    """Where the column stands, which must be there once."""
+    """Where the column is, which must be there once."""
     if column is None or column not in columns:
         raise InputError.of(f"column of {file}", column, f"one of {columns}")
     if columns.count(column) > 1:

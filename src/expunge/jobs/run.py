@@ -1,402 +1,261 @@
-"""A job run from start to end: measure, unlearn and fine-tune, or train again, certify, write.
+"""A job run from start to end: leave out, train or perturb, certify, write.
 
-The output directory appears in one rename when all of it is there. Until then the run lives in a
-hidden folder beside it, from which it can be resumed. What was measured on the way is in
-``metrics.json`` (:mod:`expunge.reports.metrics`).
+The folder of the release appears in one rename. Until then the run has a hidden folder beside it,
+``.NAME.unfinished``, for the checkpoints from which it can be resumed; they are private.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import os
+import shutil
+import signal
+import threading
 import time
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from expunge.baselines.retraining import Initialise, retrain
-from expunge.certificates.certificate import Certificate, certify
-from expunge.certificates.identifiers import commit
-from expunge.certificates.record import Run, list_versions
-from expunge.errors import UnlearningError
-from expunge.files import write_atomic
-from expunge.jobs.data import Split, make_loader
-from expunge.jobs.directory import (
-    FULL,
-    check_output,
-    hash_job,
-    is_finished,
-    read_metrics,
-    workspace_of,
-    write_run,
-)
-from expunge.jobs.jobfile import JobFile
+import expunge
+from expunge.errors import InputError, RunError
+from expunge.files import check_free, write_atomic
+from expunge.jobs.jobfile import JobFile, read_unlearn_job
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.methods import choose_route
-from expunge.jobs.prepare import Prepared, prepare
-from expunge.jobs.ranks import CHECKPOINTS, join_job, shard_model, share_workspace
-from expunge.jobs.states import Finished, forget_in_state
-from expunge.jobs.tables import FinetuneTable
-from expunge.jobs.tracking import SETS, Tracker, describe_scores
-from expunge.jobs.training import TRAINING, count_training_steps, list_options, tell_why
-from expunge.noisy.checkpoint import Checkpoint
-from expunge.noisy.noise import SeededNoise, SystemNoise
-from expunge.noisy.run import Start, describe_data, unlearn
-from expunge.processes.agreement import check_start
-from expunge.processes.group import Processes, is_restarted
-from expunge.processes.stopping import Stopper, catch_signals
-from expunge.recipes import Retraining, to_dict
-from expunge.reports.metrics import (
-    AFTER_NOISE,
-    AFTER_TRAINING,
-    AFTER_TUNING,
-    BEFORE,
-    CENTRE,
-    RETRAINING,
-)
-from expunge.training.evaluation import measure
-from expunge.training.resuming import Keeper
-from expunge.training.train import fine_tune
+from expunge.jobs.options import settle_recipe
+from expunge.jobs.request import Request, load_request
+from expunge.jobs.tables import Job, NoisyTable, UnlearnJob
+
+if TYPE_CHECKING:
+    from expunge.certificates.release import Release
 
 LOG = logging.getLogger("expunge")
-NO_SALT = "00" * 32  # for a file that is private anyway
+MOST_MEASURED = 5_000  # examples of each set, evenly spaced: a measurement is not a training
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal ended the run; ``exit_code`` is 128 + its number, as shells count.
+
+    >>> Stopped(signal.SIGTERM).exit_code
+    143
+    """
+
+    def __init__(self, number: int, again: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}{again}")
+        self.exit_code = 128 + number
 
 
 def run_job(
     path: str | Path,
     *,
+    forget: Iterable[Any] | None = None,
     out: str | Path | None = None,
+    parent: str | Path | None = None,
     resume: bool = False,
     progress: bool = False,
-    accept_unchecked: bool = False,
-) -> Finished:
-    """Run the job of a file; a :class:`expunge.processes.stopping.Stopped` run can be resumed.
+) -> Release:
+    """Run the job of a file and write its release; ``forget`` takes the place of the job's list,
+    ``out`` of its folder, ``parent`` of the release before it.
 
-    ``accept_unchecked`` is that of :func:`expunge.certify`. A job that torchrun restarts goes on
-    where it stood.
+    Under ``torchrun`` every process calls it, and the first writes. A run that is stopped can be
+    resumed.
 
     >>> run_job("/nowhere/job.toml")
     Traceback (most recent call last):
     ...
     expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
     """
-    with join_job(path) as (made, processes):
-        target = made.find_target(out)
-        if choose_route(made.job) == "state":
-            with importing_from(made.folder):
-                return forget_in_state(made, target)
-        if is_restarted():
-            if processes.share(is_finished(made, target)):
-                certificate = Certificate.load(target / "certificate.json")
-                return Finished(target, certificate, read_metrics(target))
-            resume = processes.share(workspace_of(target).is_dir())
-        with importing_from(made.folder), catch_signals() as stopper:
-            with processes.together():
-                if processes.leads:
-                    check_output(target, resume)
-                ready = prepare(made)
-                if processes.leads:
-                    check_output(target, resume, ready.needed_bytes)
-            identity = identify(made, ready)
-            check_start(processes, identity)
-            with share_workspace(target, resume, identity, processes) as work:
-                running = _Running(made, ready, work, stopper, processes, progress)
-                return running.finish(target, accept_unchecked)
+    from expunge.noisy.processes import joined
+
+    made = read_unlearn_job(path)
+    if parent is not None:
+        method = made.job.method.model_copy(update={"parent": str(Path(parent).absolute())})
+        made = JobFile(made.path, made.job.model_copy(update={"method": method}))
+    target = find_target(made, out)
+    work = target.absolute().with_name(f".{target.name}.unfinished")
+    resume = resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    with catching_signals(path, out), importing_from(made.folder), joined() as processes:
+        with processes.together():
+            if processes.leads:
+                check_free(target)
+            request = load_request(made, forget)
+        with processes.together():
+            if processes.leads:
+                _open_workspace(work, resume)
+        began = time.monotonic()
+        with _keeping(work):
+            release = _make_release(made, request, work, progress and processes.leads)
+        release = sign_release(release, made, made.job.output.sign)
+        with processes.together():
+            if processes.leads:
+                metrics = _measure(made, request, release, time.monotonic() - began)
+                write_release(release, target, metrics)
+                shutil.rmtree(work, ignore_errors=True)
+    return release
 
 
-@dataclass(eq=False)
-class _Running:
-    """One run on its way: what the steps below share."""
-
-    made: JobFile
-    ready: Prepared
-    work: Path
-    stopper: Stopper
-    processes: Processes
-    progress: bool
-    stages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    losses: dict[float, float] = field(default_factory=dict[float, float])  # by epoch
-
-    def __post_init__(self) -> None:
-        leads, self.job = self.processes.leads, self.made.job
-        self.seed, self.started = self.job.method.seed or 0, time.monotonic()
-        self.identity = hash_job(self.made)
-        path = self.work / "metrics.jsonl" if leads else Path(os.devnull)
-        self.tracker = Tracker(path, self.ready.callback if leads else None)
-        if self.job.processes.shard:
-            shard_model(self.ready.model, self.processes)
-
-    def finish(self, target: Path, accept_unchecked: bool) -> Finished:
-        """All of it; the directory appears at the end or not at all."""
-        with closing(self.tracker):
-            with explaining("the run failed in the model or its data", FULL):
-                run = self._run_all()
-            certificate = self._certify(run, accept_unchecked)
-            facts = {"epsilon": certificate.epsilon, "delta": certificate.delta}
-            self.tracker.tell("end", **facts, releasable=certificate.releasable)
-        metrics = self._summarise(run, certificate)
-        write_run(
-            target,
-            model=run.model,
-            record=run.record,
-            certificate=certificate,
-            metrics=metrics,
-            processes=self.processes,
-        )
-        if self.processes.leads:
-            try:
-                told = (self.work / "metrics.jsonl").read_bytes()
-                write_atomic(target / "metrics.jsonl", told, private=True)
-            except OSError as error:
-                LOG.warning("the run is complete, but metrics.jsonl could not be kept: %s", error)
-        return Finished(target, certificate, metrics)
-
-    def _run_all(self) -> Run:
-        retain, forget = self.ready.splits.retain, self.ready.splits.forget
-        recipe, route = self.ready.settled.recipe, choose_route(self.job)
-        LOG.info(
-            "%s on %d parameters: %s kept, %s forgotten",
-            route, self.ready.parameters, _say_size(retain), _say_size(forget, ""),
-        )  # fmt: skip
-        if self.job.method.name == "plan":
-            LOG.info("%s", tell_why(self.made, self.ready.frozen))
-        self.tracker.tell("start", recipe=to_dict(recipe), retain=len(retain))
-        self._measure(BEFORE, self.ready.model)
-        if self.ready.start is not None:
-            if self.job.evaluation.control:
-                LOG.info("there is no control: nothing of this run depends on the old model")
-            run = self._retrain(self.ready.start)
-            self._measure(AFTER_TRAINING, run.model)
-            return run
-        run = self._unlearn_and_tune("model", None)
-        if self.job.evaluation.control:
-            LOG.info("the control: the same from the centre, which never saw the old model")
-            self._unlearn_and_tune("centre", CENTRE)
-        return run
-
-    def _unlearn_and_tune(self, start: Start, arm: str | None) -> Run:
-        run = self._unlearn(start)
-        self._measure(AFTER_NOISE, run.model, arm)
-        if self.job.finetune is not None:
-            run = self._tune(run, self.job.finetune)
-            self._measure(AFTER_TUNING, run.model, arm)
-        return run
-
-    def _retrain(self, start: Initialise) -> Run:
-        """The whole training, saved now and then: with a seed that is public, a stop changes
-        nothing."""
-        job, splits, table = self.job, self.ready.splits, self.job.finetune
-        assert table is not None
-        steps = count_training_steps(splits.retain, table)
-        keeper = Keeper(
-            self.work / TRAINING,
-            {"versions": list_versions(), **identify(self.made, self.ready)},
-            job.output.checkpoint_seconds,
-        )
-
-        def on_step(done: int) -> None:
-            if done == steps or self.tracker.is_due("step"):
-                self.tracker.tell("step", step=done, steps=steps)
-            self.stopper.check()
-
-        def on_pass(passes: int, loss: float) -> None:
-            self.losses[min(float(passes), table.epochs)] = loss
-            self.tracker.tell("training", epoch=passes, loss=loss)
-
-        self.stopper.patient = True
-        try:
-            run = retrain(
-                self.ready.model,
-                make_loader(
-                    splits.retain, table.batch_size, seed=self.seed, workers=job.data.workers
-                ),
-                initialise=start,
-                public=self.ready.public,
-                forget_ids=splits.forget.ids,
-                retain_ids=splits.retain.ids,
-                on_pass=on_pass,
-                on_step=on_step,
-                keeper=keeper,
-                progress=self.progress,
-                loss_fn=self.ready.loss_fn,
-                **list_options(table, self.seed),
-            )
-        finally:
-            self.stopper.patient = False
-        self.stopper.check()
-        if run.record.weights_noisy != self.ready.start_hash:
-            raise UnlearningError(
-                "the start of the training is not the one that was checked; model.build or the "
-                "file of public weights gave another one when it was read again"
-            )
-        return run
-
-    def _unlearn(self, start: Start) -> Run:
-        """The noisy steps. Only those from the old model are worth a checkpoint and patience."""
-        job, ready, real = self.job, self.ready, start == "model"
-        recipe, splits = ready.settled.recipe, ready.splits
-        assert not isinstance(recipe, Retraining)
-        steps, seed = getattr(recipe, "steps", 1), job.method.seed
-        place = self.work / CHECKPOINTS[not self.processes.alone]
-
-        def on_step(done: int, model: nn.Module) -> None:
-            if real and (done == steps or self.tracker.is_due("step")):
-                self.tracker.tell("step", step=done, steps=steps)
-            self.stopper.check()
-
-        self.stopper.patient = real
-        try:
-            run = unlearn(
-                ready.model,
-                make_loader(
-                    splits.retain, job.method.batch_size, seed=self.seed, workers=job.data.workers
-                ),
-                recipe,
-                loss_fn=ready.loss_fn,
-                centre="zero" if ready.centre is None else ready.centre,
-                public=ready.public,
-                noise=SystemNoise() if seed is None else SeededNoise(seed),
-                start=start,
-                buffers=job.model.buffers,
-                forget_ids=splits.forget.ids,
-                retain_ids=splits.retain.ids,
-                progress=self.progress,
-                on_step=on_step,
-                checkpoint=(
-                    Checkpoint(place, job.output.checkpoint_seconds, resume=True) if real else None
-                ),
-                distributed=self.processes,
-            )
-        finally:
-            self.stopper.patient = False
-        self.stopper.check()
-        return run
-
-    def _tune(self, run: Run, table: FinetuneTable) -> Run:
-        real = run.record.start == "model"
-        retain, workers = self.ready.splits.retain, self.job.data.workers
-
-        def on_pass(passes: int, loss: float) -> None:
-            if real:
-                self.losses[min(float(passes), table.epochs)] = loss
-                self.tracker.tell("fine-tuning", epoch=passes, loss=loss)
-
-        return fine_tune(
-            run,
-            make_loader(retain, table.batch_size, seed=self.seed + 1, workers=workers),
-            ids=retain.ids,
-            on_pass=on_pass,
-            progress=self.progress,
-            processes=self.processes,
-            loss_fn=self.ready.loss_fn,
-            **list_options(table, self.seed),
-        )
-
-    def _measure(self, stage: str, model: nn.Module, arm: str | None = None) -> None:
-        """One row of the table of accuracies, and of losses beside it."""
-        splits, table, workers = self.ready.splits, self.job.evaluation, self.job.data.workers
-        row: dict[str, Any] = {"stage": stage} | ({} if arm is None else {"arm": arm})
-        for name in SETS:
-            split = getattr(splits, name)
-            if split is not None and len(split) > 0 and name in table.sets:
-                loader = make_loader(split.first(table.most), table.batch_size, workers=workers)
-                found = measure(model, loader, self.ready.loss_fn, processes=self.processes)
-                row |= {name: found.accuracy, f"{name}_loss": found.loss}
-                row |= {f"{name}_count": found.count}
-        LOG.info("%s: %s", ", ".join(filter(None, (arm, stage))), describe_scores(row))
-        self.stages.append(row)
-        self.tracker.tell("evaluation", **row)
-
-    def _certify(self, run: Run, accept_unchecked: bool) -> Certificate:
-        """The certificate; of several processes, rank 0 makes it and all are told."""
-        target, made = self.job.target, b""
-        with self.processes.together():
-            if self.processes.leads:
-                certificate = certify(
-                    run.record,
-                    parent=self.ready.parent,
-                    accept_unchecked=accept_unchecked,
-                    **target.model_dump(exclude={"epsilon"}),
-                )
-                if not certificate.epsilon <= target.epsilon:
-                    raise UnlearningError(
-                        f"the run certifies epsilon = {certificate.epsilon}, above its target "
-                        f"{target.epsilon}; nothing is written"
-                    )
-                if self.job.output.sign is not None:
-                    certificate = certificate.sign(self.made.locate(self.job.output.sign))
-                made = certificate.to_bytes()
-        return Certificate.from_bytes(self.processes.share(made))
-
-    def _summarise(self, run: Run, certificate: Certificate) -> dict[str, Any]:
-        """``metrics.json``: what was measured, and what the run cost."""
-        job, record, method = self.job, run.record, choose_route(self.job)
-        kept, forgotten = len(self.ready.splits.retain), len(self.ready.splits.forget)
-        noisy = record.gradient_evaluations
-        tuned = 0 if record.finetune is None else record.finetune.gradient_evaluations
-        exact, again = {"epsilon": 0.0, "delta": 0.0}, self.ready.start is not None
-        own = exact if again else {"epsilon": certificate.epsilon, "delta": certificate.delta}
-        cost = {"gradient_evaluations": noisy + tuned}
-        arms = [{"arm": method} | own | cost | self._find_last(None)]
-        if job.evaluation.control and not again:
-            arms.append({"arm": CENTRE} | exact | cost | self._find_last(CENTRE))
-        if job.evaluation.retraining_epochs is not None and not again:
-            other = {"gradient_evaluations": round(job.evaluation.retraining_epochs * kept)}
-            arms.append({"arm": RETRAINING} | exact | other)
-        x, y = list(self.losses), list(self.losses.values())
-        doing = "training" if again else "fine-tuning"
-        labels = {"name": doing, "x_label": "epoch", "y_label": "training loss"}
-        return {
-            "title": job.output.title,
-            "task": f"{job.model.build} on {job.data.load}",
-            "arm": method,
-            "route": method,
-            "why": tell_why(self.made, self.ready.frozen) if job.method.name == "plan" else None,
-            "stages": [{"arm": method, **row} for row in self.stages],
-            "curves": [{**labels, "x": x, "y": y}] if x else [],
-            "arms": arms if len(arms) > 1 else [],
-            "cost": {
-                "seconds": round(time.monotonic() - self.started, 3),
-                "samples kept": kept,
-                "samples forgotten": forgotten,
-                "people kept": self.ready.splits.retain.count_people(),
-                "people forgotten": self.ready.splits.forget.count_people(),
-                **({} if again else {"gradient evaluations, noisy steps": noisy}),
-                f"gradient evaluations, {doing}": tuned,
-            },
-            "job": self.identity,
-        }
-
-    def _find_last(self, arm: str | None) -> dict[str, Any]:
-        """The accuracies of an arm's last stage; the run itself has no arm."""
-        last = [row for row in self.stages if row.get("arm") == arm][-1]
-        return {key: last.get(key) for name in SETS for key in (name, f"{name}_count")}
+def find_target(made: JobFile[UnlearnJob], out: str | Path | None) -> Path:
+    """Where the release goes: ``out``, else the job's own folder."""
+    return made.locate(made.job.output.dir) if out is None else Path(out)
 
 
-def _say_size(split: Split, noun: str = " samples") -> str:
-    """Samples, and the people they are of where some have several."""
-    people = split.count_people()
-    return f"{len(split)}{noun}" + ("" if people == len(split) else f" of {people} people")
-
-
-def identify(made: JobFile, ready: Prepared) -> dict[str, Any]:
-    """What must not change between a run and its resumption."""
-    job, splits = made.job, ready.splits
-    common = {
-        "recipe": to_dict(ready.settled.recipe),
-        "seed": job.method.seed,
-        "forget set": commit(splits.forget.ids, NO_SALT).root,
-        "retained set": commit(splits.retain.ids, NO_SALT).root,
+def _make_release(
+    made: JobFile[UnlearnJob], request: Request, work: Path, progress: bool
+) -> Release:
+    """The release of the job's method; its own code may fail in the model, the data or train."""
+    model, method, data = made.job.model, made.job.method, request.data
+    leaving = 0 if data.stream else data.count(request.people)
+    facts = f"{len(data) - leaving:,} examples stay, {leaving:,} of {len(request.people):,} people"
+    LOG.info("%s: %s", method.name, "a stream" if data.stream else f"{facts} leave")
+    options: dict[str, Any] = request.options | {
+        "forget": request.people,
+        "train": request.train,
+        "resume": work,
+        "device": model.device,
     }
-    if ready.start is None or job.finetune is None:
-        return common | {"batch_size": job.method.batch_size}
-    return common | {
-        "route": choose_route(job),
-        "training": job.finetune.model_dump(),
-        "loss": job.model.loss,
-        "start": ready.start_hash,
-        "retained data": describe_data(make_loader(splits.retain, job.finetune.batch_size, seed=0)),
-    }
+    with explaining("the run failed in the model, its data or its training"):
+        if not isinstance(method, NoisyTable):
+            return expunge.retrain(request.build, data, old=request.old, **options)
+        if method.noise_seed is not None:
+            options["noise"] = expunge.SeededNoise(method.noise_seed)
+        if method.options:
+            options["recipe"] = lambda count: settle_recipe(method, count)  # pyright: ignore
+        return expunge.unlearn(
+            request.old,
+            request.build,
+            data,
+            method=method.name,
+            epsilon=method.epsilon,
+            delta=method.delta,
+            compared_to=method.compared_to,
+            centre=method.centre,
+            releases=method.releases,
+            strict=model.strict,
+            progress=progress,
+            **request.batches,
+            **options,
+        )
+
+
+def _measure(
+    made: JobFile[UnlearnJob], request: Request, release: Release, seconds: float
+) -> dict[str, Any]:
+    """How well the old model and the released one do; it says more than a release may: private."""
+    stages = list[dict[str, Any]]()
+    if request.old is not None:
+        with _leaving_out("the old model"):
+            old = _load_old(request, request.old, made.job.model.key)
+            stages.append({"stage": "before"} | _score(request, old))
+    with _leaving_out("the release"):
+        stages.append({"stage": "after training"} | _score(request, release.model))
+    return {"task": made.job.data.load, "stages": stages, "cost": {"seconds": round(seconds, 3)}}
+
+
+def _load_old(request: Request, file: Path, key: str | None) -> Any:
+    """The old model, running statistics included, for a measurement and nothing else."""
+    from expunge.networks.building import call_build
+    from expunge.networks.checkpoints import read_old, read_tensors
+
+    module = call_build(request.build)
+    found = dict(read_old(file, module, key=key, strict=False))
+    with suppress(InputError):
+        found = {n.removeprefix("module."): t for n, t in read_tensors(file, key).items()} | found
+    own = module.state_dict()
+    fits = {n: t for n, t in found.items() if n in own and own[n].shape == t.shape}
+    module.load_state_dict(fits, strict=False)
+    return module
+
+
+@contextmanager
+def _leaving_out(what: str) -> Generator[None]:
+    """A loss that measures nothing here is no reason to lose a release."""
+    try:
+        yield
+    except Exception as error:
+        LOG.info("%s was not measured: %s", what, str(error).split("\n")[0])
+
+
+def _score(request: Request, model: Any) -> dict[str, Any]:
+    row, data = dict[str, Any](), request.data
+    if data.stream:
+        return row
+    kept = data.drop(request.people)
+    parts = {"retain": kept, "forget": data.only(request.people), "test": kept.test}
+    for name, part in parts.items():
+        if part is not None and not part.stream and len(part) > 0:
+            every = max(1, -(-len(part) // MOST_MEASURED))
+            found = expunge.evaluate(model, part.take(range(0, len(part), every)), **request.loss)
+            row |= {name: found.accuracy, f"{name}_loss": found.loss, f"{name}_count": found.count}
+    return row
+
+
+def sign_release(release: Release, made: JobFile[Job], key: str | None) -> Release:
+    """The release with its certificate signed by the key that the job names, if it names one."""
+    if key is None:
+        return release
+    return dataclasses.replace(release, certificate=release.certificate.sign(made.locate(key)))
+
+
+def write_release(release: Release, target: Path, metrics: dict[str, Any] | None = None) -> Path:
+    """The folder of a release, in one rename; then what was measured, and the report."""
+    from expunge.report.page import write_report
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        release.save(target)
+        if metrics is not None:
+            text = json.dumps(metrics, allow_nan=False, indent=1)
+            write_atomic(target / "metrics.json", text.encode(), private=True)
+        write_report(target)
+    except OSError as error:
+        raise RunError(
+            f"{target} could not be written: {error.strerror}; make room and run the same command "
+            "again"
+        ) from None
+    return target
+
+
+def _open_workspace(work: Path, resume: bool) -> None:
+    """Make the hidden folder of a run, or go on with the one that is there."""
+    if work.exists() and not resume and any(work.iterdir()):
+        raise InputError(
+            f"an unfinished run is in {work}; go on with it by --resume, or remove that folder"
+        )
+    if resume and not work.exists():
+        LOG.info("there is nothing to resume; the run begins")
+    try:
+        work.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise InputError(f"{work} cannot be made: {error.strerror}") from None
+
+
+@contextmanager
+def _keeping(work: Path) -> Generator[None]:
+    """A run that failed before its first checkpoint leaves no folder behind."""
+    try:
+        yield
+    except BaseException:
+        if work.is_dir() and {path.name for path in work.iterdir()} <= {"run.json"}:
+            shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+@contextmanager
+def catching_signals(path: str | Path, out: str | Path | None) -> Generator[None]:
+    """SIGINT and SIGTERM end the run as one exception that says how to go on."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    where = "" if out is None else f" --out {out}"
+
+    def stop(number: int, frame: object) -> None:
+        raise Stopped(number, f"; go on with: expunge unlearn {path}{where} --resume")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

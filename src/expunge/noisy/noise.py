@@ -36,8 +36,7 @@ import functools
 import hashlib
 import math
 import os
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NoReturn
 
@@ -45,11 +44,11 @@ import numpy as np
 import numpy.typing as npt
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
-from expunge.certificates.record import NO_NOISE
 from expunge.errors import InputError, UnlearningError
 
 Array = npt.NDArray[np.float64]
 Words = npt.NDArray[np.int64]
+Places = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.floating[Any]]
 
 GENERATOR = "AES-256-CTR, Box-Muller, exactly rounded"
@@ -63,6 +62,8 @@ _NOISE, _MORE_DIGITS = 0, 1
 _BLOCK = 16
 _LEVELS = 2**16
 _NOWHERE = np.empty(0, np.intp)
+# The 80-bit or 128-bit float where the machine has one, else float64 again.
+_WIDE = np.longdouble if np.finfo(np.longdouble).nmant in (63, 112) else np.float64
 _PI = np.longdouble("3.14159265358979323846264338327950288419716939937510582097494459")
 
 
@@ -72,7 +73,7 @@ class SystemNoise:
 
     The key stays in the memory of the process. It is in no representation, file or record.
 
-    >>> SystemNoise().describe()["releasable"]
+    >>> SystemNoise().releasable
     True
     """
 
@@ -83,10 +84,6 @@ class SystemNoise:
     def begin(self) -> NoiseStream:
         """A new stream with a key of its own: a second or resumed run repeats no draw."""
         return NoiseStream(os.urandom(32))
-
-    def describe(self) -> dict[str, Any]:
-        """What the record keeps: source, generator, releasable, seed (none)."""
-        return _describe(self)
 
 
 @dataclass(frozen=True)
@@ -107,16 +104,12 @@ class SeededNoise:
     releasable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seed", _whole("seed", self.seed, SEEDS))
+        object.__setattr__(self, "seed", _check_whole("seed", self.seed, SEEDS))
 
     def begin(self) -> NoiseStream:
         """The stream of this seed, from its start: the same numbers every time."""
         digest = hashlib.sha256(b"expunge.SeededNoise" + self.seed.to_bytes(8, "big"))
         return NoiseStream(digest.digest())
-
-    def describe(self) -> dict[str, Any]:
-        """What the record keeps: source, generator, releasable, seed."""
-        return _describe(self)
 
 
 Noise = SystemNoise | SeededNoise
@@ -135,26 +128,8 @@ def check_noise(noise: object) -> Noise:
     raise InputError.of("noise", noise, "SystemNoise() or SeededNoise(seed), and no other class")
 
 
-def describe_noise(noise: Noise, grid: float) -> dict[str, Any]:
-    """The noise source as a record keeps it; "none" for a run without a grid, hence without noise.
-
-    >>> describe_noise(SystemNoise(), 0.0)["source"]
-    'none'
-    """
-    return noise.describe() if grid > 0 else dict(NO_NOISE)
-
-
-def _describe(noise: Noise) -> dict[str, Any]:
-    return {
-        "source": noise.source,
-        "generator": GENERATOR,
-        "releasable": noise.releasable,
-        "seed": noise.seed,
-    }
-
-
 class NoiseStream:
-    """The noise of one run: a pure function of (key, step, position), each value handed out once.
+    """The noise of one run: a pure function of (key, step, position), each value given out once.
 
     Formal guarantee: over a uniform key the values are independent and each is exactly
     ``round(std · N(0, 1))``, up to the pseudorandomness of AES-256.
@@ -169,7 +144,7 @@ class NoiseStream:
     True
     """
 
-    __slots__ = ("_cipher", "_end", "_key", "_lock", "_process", "_step", "_work")
+    __slots__ = ("_cipher", "_end", "_key", "_step", "_work")
 
     def __init__(self, key: bytes) -> None:
         if not isinstance(key, bytes) or len(key) != 32:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -177,21 +152,14 @@ class NoiseStream:
         self._key = key
         self._cipher = Cipher(algorithms.AES(key), modes.CTR(bytes(_BLOCK))).encryptor()
         self._step, self._end = 0, 0
-        self._process = os.getpid()
-        self._lock = threading.Lock()
         self._work = _Workspace(0)
-
-    @classmethod
-    def from_key(cls, key: bytes) -> NoiseStream:
-        """The stream of a key that another process exported; each process draws its own ranges."""
-        return cls(key)
 
     def export_key(self) -> bytes:
         """The key, only to be sent to the other processes of the same run. Never write it."""
         return self._key
 
     def derive_seed(self, purpose: str) -> int:
-        """56 bits for whatever else a run draws at random, told apart by ``purpose``.
+        """56 bits for whatever else a run draws at random (dropout), one per ``purpose``.
 
         Formal guarantee: over a uniform key it depends on nothing that happened before the run.
 
@@ -207,10 +175,10 @@ class NoiseStream:
 
         Steps and, within a step, positions only move forward: no value is ever drawn twice.
         """
-        _check(out, std)
-        step = _whole("step", step, STEPS)
-        position = _whole("position", position, POSITIONS - out.size + 1)
-        with self._lock, np.errstate(divide="ignore", under="ignore"):
+        _check_draw(out, std)
+        step = _check_whole("step", step, STEPS)
+        position = _check_whole("position", position, POSITIONS - out.size + 1)
+        with np.errstate(divide="ignore", under="ignore"):
             self._advance(step, position, out.size)
             if std == 0 or out.size == 0:
                 out.fill(0.0)
@@ -218,27 +186,29 @@ class NoiseStream:
                 self._fill(out, step, position, float(std))
 
     def _fill(self, out: Array, step: int, position: int, std: float) -> None:
+        """Whole pairs are written where they belong; others are cut from whole ones."""
         block, odd = divmod(position, 2)
-        pairs = (odd + out.size + 1) // 2
-        for start in range(0, pairs, _PAIRS):
-            count = min(_PAIRS, pairs - start)
-            k = self._round_blocks(step, block + start, count, std)
-            at = 2 * start - odd
-            low, high = max(at, 0), min(at + 2 * count, out.size)
-            # -0 + 0 is +0: a negative zero would carry a sign through the engine's addition.
-            np.add(k[low - at : high - at], 0.0, out=out[low:high])
+        if odd or out.size % 2:
+            whole = np.empty(2 * ((odd + out.size + 1) // 2))
+            self._fill(whole, step, position - odd, std)
+            out[:] = whole[odd : odd + out.size]
+            return
+        for start in range(0, out.size, 2 * _PAIRS):
+            k = out[start : start + 2 * _PAIRS]
+            self._round_blocks(k, step, block + start // 2, std)
+            np.add(k, 0.0, out=k)  # -0 + 0 is +0: a -0 would carry its sign through an addition
 
-    def _round_blocks(self, step: int, block: int, count: int, std: float) -> Floats:
-        """The rounded pairs of ``count`` blocks from this one on."""
+    def _round_blocks(self, k: Array, step: int, block: int, std: float) -> None:
+        """Fill ``k`` with the rounded pairs of the blocks from this one on."""
+        count = k.size // 2
         if count > self._work.pairs:
             self._work = _Workspace(count)
         work, words = self._work, self._work.words[:count]
         self._cipher.reset_nonce(_counter(_NOISE, step, block))
         self._cipher.update_into(work.zeros[: _BLOCK * count], work.keystream)
-        k, doubtful = _round_pairs(work, words, std)
-        if doubtful.size:
-            _decide(k, doubtful, words, std, functools.partial(self._draw_digits, step, block))
-        return k
+        undecided = _round_pairs(work, words, std, k)
+        if undecided.size:
+            _decide(k, undecided, words, std, functools.partial(self._draw_digits, step, block))
 
     def _draw_digits(self, step: int, block: int, index: int, count: int) -> bytes:
         """``count`` blocks of further digits of pair ``index``, always the same ones."""
@@ -247,11 +217,6 @@ class NoiseStream:
         return cipher.encryptor().update(bytes(_BLOCK * count))
 
     def _advance(self, step: int, position: int, size: int) -> None:
-        if self._process != os.getpid():
-            raise UnlearningError(
-                "this noise stream was begun in another process, which may draw the same values; "
-                "begin a new stream here, or pass its key on with export_key and from_key"
-            )
         if (step, position) < (self._step, self._end if step == self._step else 0):
             raise UnlearningError(
                 f"noise for step {step}, position {position} was already passed: this stream is at "
@@ -279,7 +244,7 @@ class _Workspace:
         self.scale = np.ldexp(np.nextafter(real(1), real(0)), -63)
         self.half_turn = np.ldexp(real(_PI), -64)
         self.a, self.t, self.c = np.empty((3, pairs), real)
-        self.y, self.k = np.empty((2, 2 * pairs), real)
+        self.y = np.empty(2 * pairs, real)
         self.zeros = memoryview(bytes(_BLOCK * pairs))
         buffer = np.empty(_BLOCK * (pairs + 1), np.uint8)
         self.keystream = buffer.data
@@ -307,22 +272,22 @@ def _scale_pairs(work: _Workspace, words: Words, std: float) -> tuple[Any, Any]:
     return ends
 
 
-def _round_pairs(work: _Workspace, words: Words, std: float) -> tuple[Floats, npt.NDArray[np.intp]]:
-    """The rounded values, and the positions whose rounding this float cannot decide.
+def _round_pairs(work: _Workspace, words: Words, std: float, k: Floats) -> Places:
+    """Writes the rounded values to ``k``; returns where this float cannot decide the rounding.
 
     Each term of the error bound is largest at one end of the range of a, so that the sum of the
     bounds at both ends holds for every pair.
     """
     low, high = _scale_pairs(work, words, std)
-    y, k = work.y[: 2 * len(words)], work.k[: 2 * len(words)]
+    y = work.y[: 2 * len(words)]
     np.rint(y, out=k)
     distance = np.abs(np.subtract(y, k, out=y), out=y)
     reach = std * (_bound_error(low, work) + _bound_error(high, work))
     if np.maximum.reduce(distance) + reach <= 0.5:
-        return k, _NOWHERE
+        return _NOWHERE
     near = np.flatnonzero(distance + reach > 0.5)
     a = np.abs(words[near // 2, 0].astype(y.dtype) + 0.5)
-    return k, near[distance[near] + std * _bound_error(a, work) > 0.5]
+    return near[distance[near] + std * _bound_error(a, work) > 0.5]
 
 
 def _bound_error(a: Any, work: _Workspace) -> Any:
@@ -332,27 +297,19 @@ def _bound_error(a: Any, work: _Workspace) -> Any:
 
 
 def _decide(
-    k: Floats,
-    doubtful: npt.NDArray[np.intp],
-    words: Words,
-    std: float,
-    more_digits: Callable[[int, int], bytes],
+    k: Floats, undecided: Places, words: Words, std: float, digits: Callable[[int, int], bytes]
 ) -> None:
-    """Put the exact values in ``k[doubtful]``: by the wider float, else by intervals."""
-    pairs, place = np.unique(doubtful // 2, return_inverse=True)
-    wide = _Workspace(len(pairs), _choose_wide_float())
-    values, open_ = _round_pairs(wide, words[pairs], std)
-    k[doubtful] = values[2 * place + doubtful % 2]
-    for index in np.intersect1d(2 * place + doubtful % 2, open_).tolist():
+    """Write the exact values to ``k[undecided]``: by the wider float, else by intervals."""
+    pairs, place = np.unique(undecided // 2, return_inverse=True)
+    wide = _Workspace(len(pairs), _WIDE)
+    values = np.empty(2 * len(pairs), _WIDE)
+    open_ = _round_pairs(wide, words[pairs], std, values)
+    k[undecided] = values[2 * place + undecided % 2]
+    for index in np.intersect1d(2 * place + undecided % 2, open_).tolist():
         pair = int(pairs[index // 2])
-        digits = functools.partial(more_digits, pair)
         first, second = words[pair].tolist()
-        k[2 * pair + index % 2] = _round_exactly(first, second, index % 2, std, digits)
-
-
-def _choose_wide_float() -> type[np.floating[Any]]:
-    """The 80-bit or 128-bit float where the machine has one, else float64 again."""
-    return np.longdouble if np.finfo(np.longdouble).nmant in (63, 112) else np.float64
+        own = functools.partial(digits, pair)
+        k[2 * pair + index % 2] = _round_exactly(first, second, index % 2, std, own)
 
 
 def _round_exactly(
@@ -397,41 +354,18 @@ def _counter(domain: int, step: int, block: int) -> bytes:
     return ((domain << 62 | step) << 64 | block).to_bytes(_BLOCK, "big")
 
 
-def _check(out: object, std: object) -> None:
-    if not isinstance(out, np.ndarray):
-        raise InputError.of("out", type(out).__name__, "a numpy array")
-    if out.dtype != np.float64 or out.ndim != 1 or not out.flags.carray:
+def _check_draw(out: Any, std: object) -> None:
+    plain = isinstance(out, np.ndarray) and out.dtype == np.float64
+    if not plain or out.ndim != 1 or not out.flags.carray:
         raise InputError(
-            f"out is {out.dtype} of shape {out.shape}; it must be a writable, contiguous float64 "
-            "array of one dimension"
+            f"out is a {type(out).__name__}; it must be a writable, contiguous float64 array of "
+            "one dimension"
         )
     if not isinstance(std, float | int | np.floating) or not 0 <= std <= LARGEST_STD:
         raise InputError.of("std", std, "a number from 0 to 2**40 (noise_std in cells of the grid)")
 
 
-def _whole(field: str, value: object, end: int) -> int:
+def _check_whole(field: str, value: object, end: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= value < end:
         raise InputError.of(field, value, f"a whole number from 0 to {end - 1}")
     return int(value)
-
-
-class StepNoise:
-    """The noise of a run by step number; ``levels[n]`` is the deviation of step n, in cells.
-
-    Nothing is drawn before its step: every draw passes the stream's checks of process and place.
-
-    >>> noise = StepNoise(SeededNoise(0).begin(), [0.0, 9.0, 9.0], longest=4)
-    >>> first, second = noise.take(1, 0, 4).copy(), noise.take(2, 0, 4)
-    >>> bool((first == second).all())
-    False
-    """
-
-    def __init__(self, stream: NoiseStream, levels: Sequence[float], longest: int) -> None:
-        self._stream, self._levels = stream, levels
-        self._row = np.empty(longest)
-
-    def take(self, number: int, start: int, stop: int) -> Array:
-        """The noise of coordinates [start, stop) of step ``number``; it may be taken once."""
-        out = self._row[: stop - start]
-        self._stream.draw(out, step=number, position=start, std=self._levels[number])
-        return out

@@ -1,251 +1,201 @@
-"""Batches in memory without per-sample Python, and any iterable of batches over and over.
-
-What a model is given is always a copy: a forward pass that writes into its input must not write
-into the data.
-"""
+"""Batches of any examples, pass after pass, in an order that a seed decides."""
 
 from __future__ import annotations
 
-import copy
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-)
+from torch.utils.data import DataLoader
 
-from expunge.certificates.identifiers import check_ordered
+from expunge.data.examples import find_kind, list_columns, map_columns
 from expunge.errors import InputError, UnlearningError
-from expunge.training.randomness import capture_random, restore_random
+from expunge.networks.randomness import derive_seed
 
-Augment = Callable[[Tensor, torch.Generator], Tensor]
+Collate = Callable[[list[Any]], Any]
+Loader = Callable[[Any, int], Iterable[Any]]
 
 
 class Batches:
-    """Batches of tensors in memory: one gather per batch, shuffled anew each pass.
+    """The batches of ``examples``; pass p is in an order that follows from ``seed`` and p alone.
 
-    Order and augmentation come from ``generator``; without one the order is that of the tensors.
-    ``augment(inputs, generator)`` sees the batch as it is stored, ``prepare(inputs)`` turns it into
-    what the model takes (uint8 pixels to normalised floats). A loader like any other, which also
-    carries the samples' identifiers.
+    ``loader(examples, seed)`` makes the batches of one pass in its own way instead: samplers,
+    workers, mixing. Streams keep their own order.
 
-    >>> batches = Batches(torch.arange(6.0).view(6, 1), torch.arange(6), batch_size=4)
-    >>> [len(y) for x, y in batches], len(batches)
+    >>> batches = Batches((torch.arange(6.0), torch.arange(6)), batch_size=4, seed=0)
+    >>> [len(y) for x, y in batches.read(0)], len(batches)
     ([4, 2], 2)
     """
 
     def __init__(
         self,
-        inputs: Tensor,
-        targets: Tensor,
+        examples: Any,
         *,
         batch_size: int,
-        generator: torch.Generator | None = None,
-        augment: Augment | None = None,
-        prepare: Callable[[Tensor], Tensor] | None = None,
-        drop_last: bool = False,
-        ids: Sequence[str] | None = None,
+        seed: int,
+        collate: Collate | None = None,
+        loader: Loader | None = None,
+        shuffle: bool = True,
     ) -> None:
-        if len(inputs) != len(targets):
-            raise InputError.of(
-                "number of targets", len(targets), f"{len(inputs)}, as many as inputs"
-            )
-        check_ordered(ids)
-        if ids is not None and len(ids) != len(inputs):
-            raise InputError.of("number of ids", len(ids), f"{len(inputs)}, as many as inputs")
-        if batch_size != int(batch_size) or batch_size < 1:
-            raise InputError.of("batch_size", batch_size, "a whole number >= 1")
-        if augment is not None and generator is None:
-            raise InputError("augment needs a generator to draw from; give generator too")
-        self.inputs, self.targets, self.ids = inputs, targets, ids
-        self.batch_size, self.generator = int(batch_size), generator
-        self.augment, self.prepare, self.drop_last = augment, prepare, drop_last
+        check_batch_size(batch_size)
+        self.batch_size, self.seed, self.collate, self.loader = batch_size, seed, collate, loader
+        self.kind = find_kind(examples)
+        self.shuffle = shuffle and self.kind != "stream"
+        if self.kind == "table" and examples.format["type"] is None:
+            examples = examples.with_format("torch")
+        if self.kind == "columns" and collate is None and loader is None:
+            examples = map_columns(getattr(examples, "tensors", examples), _to_column)
+        self.examples = examples
 
     def __len__(self) -> int:
-        whole, rest = divmod(len(self.inputs), self.batch_size)
-        return whole + (rest > 0 and not self.drop_last)
+        if self.loader is not None or self.kind == "stream":
+            return self._measured
+        return len(self._cut(range(self._rows)))
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        order = self._draw_order()
-        for start in range(0, len(self) * self.batch_size, self.batch_size):
-            chosen = slice(start, start + self.batch_size)
-            if order is None:
-                x, y = self.inputs[chosen].clone(), self.targets[chosen].clone()
-            else:
-                places = order[chosen]
-                x = self.inputs.index_select(0, places)
-                y = self.targets.index_select(0, places.to(self.targets.device))
-            if self.augment is not None and self.generator is not None:
-                x = self.augment(x, self.generator)
-            yield x if self.prepare is None else self.prepare(x), y
+    @functools.cached_property
+    def _rows(self) -> int:
+        columns = self.kind == "columns"
+        return len(list_columns(self.examples)[0] if columns else self.examples)
 
-    def _draw_order(self) -> Tensor | None:
-        """The order of a new pass; None is that of the tensors."""
-        if self.generator is None:
-            return None
-        device = self.generator.device
-        order = torch.randperm(len(self.inputs), generator=self.generator, device=device)
-        return order.to(self.inputs.device)
+    @property
+    def _measured(self) -> int:
+        """Batches of a pass that nobody can know without reading it."""
+        if not hasattr(self, "_length"):
+            made = self.loader(self.examples, self.seed) if self.loader is not None else None
+            sized = made is not None and hasattr(made, "__len__")
+            self._length = len(cast(Any, made)) if sized else sum(1 for _ in self.read(0))
+        return self._length
 
+    def read(self, number: int) -> Iterator[Any]:
+        """The batches of pass ``number``."""
+        seed = derive_seed("pass", self.seed, number)
+        if self.loader is not None:
+            return iter(self.loader(self.examples, seed))
+        if self.kind in ("columns", "frame") and self.collate is None:
+            return self._gather(seed)
+        return iter(self._load(seed))
 
-class Cycle:
-    """The batches of a loader, over and over; ``place`` is where it stands, for a checkpoint.
+    def repeat(self, taken: int = 0) -> Iterator[Any]:
+        """Pass after pass without end, from the batch after the first ``taken`` on.
 
-    >>> cycle = Cycle([(1,), (2,)])
-    >>> [cycle.take() for _ in range(3)]
-    [(1,), (2,), (1,)]
-    """
+        >>> batches = Batches(torch.arange(3), batch_size=2, seed=0)
+        >>> stream, later = batches.repeat(), batches.repeat(taken=3)
+        >>> [next(stream) for _ in range(3)] and torch.equal(next(stream), next(later))
+        True
+        """
+        number, skip = divmod(taken, len(self)) if taken else (0, 0)
+        for number in itertools.count(number):  # noqa: B020
+            empty = True
+            for batch in itertools.islice(self.read(number), skip, None):
+                empty = False
+                yield batch
+            if empty and not skip:
+                raise UnlearningError("the data give no batch; there must be at least one example")
+            skip = 0
 
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        place: Mapping[str, Tensor] | None = None,
-        *,
-        keep: bool = False,
-    ) -> None:
-        self.loader, self.keep, self.taken = loader, keep, 0
-        found: object = getattr(loader, "generator", None)
-        self._generator = found if isinstance(found, torch.Generator) else None
-        self._pass_start: dict[str, Tensor] = {}
-        if place is not None:
-            now = {name[4:]: t for name, t in place.items() if name.startswith("now.")}
-            then = {name[5:]: t for name, t in place.items() if name.startswith("pass.")}
-            restore_random(then or now, self._generator)
-            self._batches = self._begin()
-            for _ in range(int(place["taken"])):
-                self.take()
-            restore_random(now, self._generator)
-        else:
-            self._batches = self._begin()
+    def _cut(self, order: Any) -> list[Any]:
+        """Batches of places; a last one alone joins the batch before: BatchNorm takes no single."""
+        size, starts = self.batch_size, list(range(0, len(order), self.batch_size))
+        if len(order) % size == 1 and len(starts) > 1 and size > 1:
+            starts.pop()
+        return [order[a:b] for a, b in itertools.pairwise([*starts, len(order)])]
 
-    def take(self) -> Any:
-        """The next batch; a new pass when the loader is through, an error if it gives nothing."""
-        for batch in self._batches:
-            self.taken += 1
-            return batch
-        if self.taken == 0:
-            raise UnlearningError("the loader yields no batches; it must yield at least one")
-        if isinstance(getattr(self.loader, "loader", self.loader), Iterator):
-            raise UnlearningError(
-                f"the loader ended after {self.taken} batches and cannot be read again; "
-                "give a loader or list that can, or one batch per step"
-            )
-        self.taken = 0
-        self._batches = self._begin()
-        return self.take()
+    def _gather(self, seed: int) -> Iterator[Any]:
+        """One gather per batch of what lies in memory: always a copy."""
+        for places in self._cut(self._draw(seed)):
+            yield map_columns(self.examples, lambda c, p=places: _take(c, p))
 
-    def place(self) -> dict[str, Tensor]:
-        """The random state at the start of this pass and now, and the batches taken in between."""
-        place = {f"pass.{name}": tensor for name, tensor in self._pass_start.items()}
-        place |= {f"now.{name}": t for name, t in capture_random(self._generator).items()}
-        return place | {"taken": torch.tensor(self.taken)}
+    def _draw(self, seed: int) -> Tensor:
+        if not self.shuffle:
+            return torch.arange(self._rows)
+        return torch.randperm(self._rows, generator=torch.Generator().manual_seed(seed))
 
-    def _begin(self) -> Iterator[Any]:
-        if self.keep:
-            self._pass_start = capture_random(self._generator)
-        return iter(self.loader)
+    def _load(self, seed: int) -> Iterable[Any]:
+        examples: Any = self.examples
+        if self.kind == "frame":
+            examples = [examples.iloc[r] for r in range(self._rows)]
+        if self.kind == "columns":
+            columns = getattr(examples, "tensors", examples)
+            examples = [map_columns(columns, lambda c, r=r: c[r]) for r in range(self._rows)]
+        if self.kind == "stream":
+            return DataLoader(examples, batch_size=self.batch_size, collate_fn=self.collate)
+        places = [batch.tolist() for batch in self._cut(self._draw(seed))]
+        return DataLoader(examples, batch_sampler=places, collate_fn=self.collate)
 
 
-def map_tensors(
-    batch: Any, change: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = lambda item: item
-) -> Any:
-    """The batch with every tensor changed, and by ``other`` every other leaf.
+def check_batch_size(batch_size: object) -> None:
+    """Refuse what is no whole number above 0."""
+    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+        raise InputError.of("batch_size", batch_size, "a whole number >= 1")
 
-    Tuples, lists and mappings keep their kind.
-    """
+
+def _to_column(column: Any) -> Any:
+    """A column as a tensor where it is numbers; float64 of NumPy is the default float of torch."""
+    if isinstance(column, Tensor):
+        return column
+    if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
+        raise InputError.of("examples", type(column).__name__, "columns of tensors, arrays, lists")
+    array = np.asarray(column) if _is_numeric(column) else None
+    if array is None:
+        return column
+    made = torch.from_numpy(np.ascontiguousarray(array))
+    return made.to(torch.get_default_dtype()) if array.dtype == np.float64 else made
+
+
+def _is_numeric(column: Any) -> bool:
+    if hasattr(column, "dtype"):
+        return np.dtype(column.dtype).kind in "biuf"
+    return all(isinstance(item, int | float) for item in column)
+
+
+def _take(column: Any, places: Tensor) -> Any:
+    if isinstance(column, Tensor):
+        return column.index_select(0, places.to(column.device))
+    if hasattr(column, "iloc"):
+        return column.iloc[places.numpy()]
+    return [column[place] for place in places.tolist()]
+
+
+def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The batch with every tensor changed; tuples, lists and mappings keep their kind."""
     match batch:
         case Tensor():
             return change(batch)
         case list() | tuple():
-            changed = [map_tensors(item, change, other) for item in cast(Sequence[Any], batch)]
+            changed = [map_tensors(item, change) for item in cast(Sequence[Any], batch)]
+            if hasattr(cast(Any, batch), "_fields"):
+                return type(batch)(*changed)
             return changed if isinstance(batch, list) else tuple(changed)
         case Mapping():
             items = cast(Mapping[str, Any], batch).items()
-            return {key: map_tensors(value, change, other) for key, value in items}
+            return {key: map_tensors(value, change) for key, value in items}
+        case _ if hasattr(batch, "to") and not isinstance(batch, type):
+            return change(batch)  # packed sequences, encodings of tokenizers
         case _:
-            return other(batch)
+            return batch
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
-    """A copy of the batch, its tensors on ``device``; what else it holds is copied too."""
-
-    def move(tensor: Tensor) -> Tensor:
-        return tensor.to(device, non_blocking=True, copy=True)
-
-    return map_tensors(batch, move, copy.deepcopy)
+    """The batch on ``device``."""
+    return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
-def find_tensors(batch: Any) -> list[Tensor]:
+def list_batch_tensors(batch: Any) -> list[Tensor]:
     """The tensors of a batch, in order."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(batch, note)
-    return found
-
-
-def count_samples(data: object) -> int | None:
-    """How many samples a data set or loader holds, where it says so.
-
-    >>> count_samples(Batches(torch.zeros(3, 1), torch.zeros(3), batch_size=2)), count_samples([1])
-    (3, 0)
-    """
-    if isinstance(data, list | tuple):
-        return sum(map(count_examples, cast(Sequence[Any], data)))
-    held = getattr(data, "inputs", getattr(data, "dataset", None))
-    return len(cast(Any, held)) if hasattr(held, "__len__") else None
-
-
-def gives_all(loader: object) -> bool:
-    """Whether a loader gives each sample that it holds once, and nothing of its own decides.
-
-    >>> rows = torch.utils.data.TensorDataset(torch.zeros(3, 1))
-    >>> [gives_all(DataLoader(rows, sampler=sampler)) for sampler in (None, [2, 0])]
-    [True, False]
-    """
-    if type(loader) is not DataLoader or cast(Any, loader).batch_size is None:
-        return type(loader) is Batches
-    given = cast(Any, loader)
-    sampler, whole = given.sampler, not isinstance(given.dataset, IterableDataset)
-    if type(sampler) is RandomSampler:
-        whole = whole and not sampler.replacement and sampler.num_samples == len(given.dataset)
-    kinds = (SequentialSampler, RandomSampler)
-    return whole and type(sampler) in kinds and sampler.data_source is given.dataset
-
-
-def find_ids(data: object) -> Any:
-    """The identifiers that a loader, its data set or a subset of one carries; None for none.
-
-    >>> held = Batches(torch.zeros(3, 1), torch.zeros(3), batch_size=2, ids=["a", "b", "b"])
-    >>> find_ids(torch.utils.data.Subset(held, [2, 0])), find_ids([1])
-    (['b', 'a'], None)
-    """
-    own = getattr(data, "ids", None)
-    if own is not None:
-        return own
-    inner = getattr(data, "dataset", None)
-    found = None if inner is None else find_ids(inner)
-    if found is None or not isinstance(data, Subset):
-        return found
-    check_ordered(found)
-    listed = found.tolist() if hasattr(found, "tolist") else list(found)
-    return [listed[at] for at in cast(Subset[Any], data).indices]
+    map_tensors(batch, lambda t: found.append(getattr(t, "data", t)))
+    return [tensor for tensor in found if isinstance(tensor, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def count_examples(batch: Any) -> int:
-    """The length of the first tensor in a batch.
+    """How many examples a batch has: the length of its first tensor.
 
     >>> count_examples({"input_ids": torch.zeros(4, 7)}), count_examples((torch.zeros(3, 2), 1))
     (4, 3)
     """
-    counts = (len(tensor) if tensor.ndim > 0 else 1 for tensor in find_tensors(batch))
+    counts = (len(tensor) if tensor.ndim > 0 else 1 for tensor in list_batch_tensors(batch))
     return next((count for count in counts if count > 0), 0)

@@ -1,0 +1,1 @@
+"""Examples, and whose they are: the one word that every route takes its data by."""

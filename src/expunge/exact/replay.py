@@ -1,0 +1,182 @@
+"""``replay``: an exact release made again, compared bit for bit.
+
+This, not inspection, answers a doubt about the operator: run it where neither the old weights nor
+the forgotten rows exist, from the hashed source, the published files and the retained data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.hashes import hash_tensors
+from expunge.certificates.people import Commitment, find_members, opens
+from expunge.certificates.record import Record, list_versions
+from expunge.certificates.release import CERTIFICATE, RECORD, WEIGHTS, Release, check_record
+from expunge.data.data import Data
+from expunge.errors import InputError
+from expunge.networks.building import call_build
+from expunge.networks.tensors import collect_tensors, has_same_bits
+from expunge.recipes import Retraining
+from expunge.training.calling import Train, check_train, describe_environment, run_training
+from expunge.training.requests import describe_code
+
+
+@dataclass(frozen=True)
+class Replay:
+    """Whether the same bits came out again; else what differs, and what could be the cause.
+
+    ``notes``: the same bits by other code, and what was applied afterwards and not repeated here.
+    """
+
+    same: bool
+    differences: tuple[str, ...]
+    causes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.same
+
+    def __str__(self) -> str:
+        if self.same:
+            return "; ".join(["the same bits again", *self.notes])
+        return "\n".join([*self.differences, *(f"it may be: {cause}" for cause in self.causes)])
+
+
+def replay(
+    run: Release | str | Path,
+    build: Callable[[], nn.Module],
+    data: Data,
+    *,
+    train: Train,
+    device: torch.device | str | None = None,
+) -> Replay:
+    """Retrain a release once more, from its own seed, and compare all bits.
+
+    ``data`` are the retained ones; of forgotten people who are still in them nothing is used.
+
+    >>> from expunge.exact.retrain import retrain
+    >>> from expunge.training.training import Training
+    >>> data = Data((torch.eye(4), torch.tensor([0, 1, 0, 1])), ids=["ann", "bob", "cy", "di"])
+    >>> three = {"build": lambda: nn.Linear(4, 2), "data": data, "train": Training(epochs=2)}
+    >>> release = retrain(forget=["ann"], **three)
+    >>> print(replay(release, **three))
+    the same bits again
+    """
+    check_train(train)
+    certificate, record, released = _read(run)
+    if not isinstance(certificate.recipe, Retraining):
+        raise InputError.of(
+            "run", certificate.method, "a retraining; shards and linear models replay themselves"
+        )
+    check_record(certificate, record, run)
+    other, retained = dict[str, str](), data
+    if record is not None:
+        gone = [n for c in (*record.earlier, record.forget) for n in find_members(c, data.people)]
+        retained = data.drop(gone)
+    differences = _compare_people((certificate if record is None else record).retained, retained)
+    if record is not None:
+        other = _compare_code(record, build, data, train)
+    seed = certificate.seed
+    module = call_build(build, int(seed), device=device)
+    causes = _list_causes(certificate, module)
+    trained = run_training(train, module, retained, int(seed), device=device)
+    changed = _compare(collect_tensors(trained), released, certificate)
+    if changed:  # other code matters where the bits differ, and only there
+        code = [sentence for name, sentence in other.items() if name != "data"]
+        differences = [*differences, *code, *changed]
+        causes = (
+            "other rows of the same people",
+            *(other[n] for n in other if n == "data"),
+            *causes,
+        )
+    if (found := hash_tensors(released)) != (stated := certificate.weights.after):
+        differences.append(
+            f"the released weights have the hash {found}; the certificate says {stated}"
+        )
+    notes = [*other.values(), *(f"before {a.note!r}, not repeated" for a in certificate.applied)]
+    return Replay(not differences, tuple(differences), causes if changed else (), tuple(notes))
+
+
+def _read(run: Release | str | Path) -> tuple[Certificate, Record | None, Mapping[str, Tensor]]:
+    if isinstance(run, Release):
+        return run.certificate, run.record, run.tensors
+    from safetensors.torch import load_file
+
+    folder = Path(run)
+    if not (folder / WEIGHTS).is_file():
+        raise InputError.of("run", str(run), f"the folder of a release, with {WEIGHTS}")
+    record = folder / RECORD
+    return (
+        Certificate.load(folder / CERTIFICATE),
+        Record.load(record) if record.is_file() else None,
+        load_file(folder / WEIGHTS),
+    )
+
+
+def _compare(
+    tensors: Mapping[str, Tensor], released: Mapping[str, Tensor], certificate: Certificate
+) -> list[str]:
+    """Names of tensors that differ; what was applied afterwards is compared by the hash before."""
+    if certificate.applied:
+        before = certificate.applied[0].before
+        found = hash_tensors(tensors)
+        note = certificate.applied[0].note
+        differs = f"the weights before {note!r} have the hash {found}, not {before}"
+        return [] if found == before else [differs]
+    names = sorted(tensors.keys() | released.keys())
+    wrong = [
+        name
+        for name in names
+        if name not in tensors
+        or name not in released
+        or not has_same_bits(tensors[name], released[name])
+    ]
+    return [f"{len(wrong)} of {len(names)} tensors differ, {wrong[0]} first"] if wrong else []
+
+
+def _compare_people(stated: Commitment, retained: Data) -> list[str]:
+    """By name where the record is there, which has the salt; else by number."""
+    people = retained.people
+    same = len(people) == stated.count if stated.salt is None else opens(stated, people)
+    if same and stated.samples == len(retained):
+        return []
+    return [
+        f"the data are others: {len(retained)} examples of {len(people)} people, the run had "
+        f"{stated.samples} of {stated.count}"
+    ]
+
+
+def _compare_code(record: Record, build: Any, data: Data, train: Train) -> dict[str, str]:
+    found = describe_code(record.salt, build=build, data=data, train=train)
+    return {
+        name: f"the source of {name} is another than the run's"
+        for name in ("build", "data", "train")
+        if getattr(found, name) != getattr(record.code, name)
+    }
+
+
+def _list_causes(certificate: Certificate, module: nn.Module) -> tuple[str, ...]:
+    """What could make bits differ although nothing is wrong."""
+    then, now = certificate.environment, describe_environment(module)
+    causes = [
+        f"{name} was {then.versions.get(name)}, here it is {found}"
+        for name, found in list_versions().items()
+        if then.versions.get(name) != found
+    ]
+    causes += [
+        f"{name} was {getattr(then, name)}, here it is {getattr(now, name)}"
+        for name in ("device", "dtype", "threads", "processes")
+        if getattr(then, name) != getattr(now, name)
+    ]
+    if now.device != "cpu":
+        causes.append("kernels of an accelerator: there a difference proves nothing")
+    else:
+        causes.append("another processor, or a train() that draws on what no seed decides")
+    return tuple(causes)

@@ -1,0 +1,101 @@
+"""``expunge check``: all that a job would be refused for, at once; nothing is trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import expunge
+from expunge.files import check_free
+from expunge.jobs.jobfile import JobFile, read_job
+from expunge.jobs.learning import make_learner, split_examples
+from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.options import settle_recipe
+from expunge.jobs.request import (
+    Request,
+    collecting,
+    load_data,
+    load_request,
+    load_training,
+    refuse_all,
+)
+from expunge.jobs.tables import LearnJob, NoisyTable, ShardsJob, UnlearnJob
+
+ROWS = 32  # that a linear model tries
+
+
+def check_job(path: str | Path) -> list[str]:
+    """What the job would run on, one sentence each; one error names everything in its way."""
+    made = read_job(path)
+    with importing_from(made.folder):
+        if isinstance(made.job, UnlearnJob):
+            facts = _check_unlearn(JobFile(made.path, made.job))
+        else:
+            facts = _check_learn(JobFile(made.path, made.job))
+    return [f"method: {made.job.method.name}", *facts]
+
+
+def _check_unlearn(made: JobFile[UnlearnJob]) -> list[str]:
+    job, problems = made.job, list[str]()
+    with collecting(problems):
+        check_free(made.locate(job.output.dir))
+    request = load_request(made, before=problems)
+    found = expunge.check(
+        request.build,
+        request.data,
+        train=request.train,
+        old=request.old,
+        forget=request.people,
+        strict=job.model.strict,
+        **request.batches,
+        **request.options,
+    )
+    facts = list(found.facts)
+    if isinstance(job.method, NoisyTable) and not found.problems:
+        with collecting(problems):
+            facts.append(_describe_noise(request, job.method))
+    refuse_all(made.path, [*problems, *found.problems])
+    return facts
+
+
+def _describe_noise(request: Request, method: NoisyTable) -> str:
+    """What the noisy run would certify, planned or calibrated for this very network."""
+    from expunge.networks.building import call_build
+    from expunge.networks.tensors import list_trainable
+    from expunge.noisy.choice import choose_recipe
+
+    start = {n: p.detach() for n, p in list_trainable(call_build(request.build)).items()}
+    own: Any = (lambda count: settle_recipe(method, count)) if method.options else None
+    asked: dict[str, Any] = {"delta": method.delta, "compared_to": method.compared_to}
+    recipe, execution, _ = choose_recipe(
+        own, start, epsilon=method.epsilon, method=method.name, releases=method.releases, **asked
+    )
+    found = expunge.guarantee(recipe, execution=execution, **asked)
+    return (
+        f"certifies epsilon = {found.epsilon:.6g} at delta = {found.delta:g}; at most "
+        f"{100 * found.survival_bound:.1f} % of runs can differ in any way from runs that never "
+        "saw the old model"
+    )
+
+
+def _check_learn(made: JobFile[LearnJob]) -> list[str]:
+    """The data, the network, and one batch of both together."""
+    job, problems, found = made.job, list[str](), dict[str, Any]()
+    with collecting(problems):
+        found["learner"] = make_learner(made, state=None)
+    with collecting(problems):
+        found["data"] = load_data(made)
+    refuse_all(made.path, problems)
+    learner, data = found["learner"], found["data"]
+    if isinstance(job, ShardsJob):
+        build = load_function("model.build", job.model.build, made.folder)
+        loss, train = load_training(made, job.training)
+        checked = expunge.check(build, data, train=train, **loss)
+        refuse_all(made.path, checked.problems)
+        return list(checked.facts)
+    first = data if data.stream else data.take(range(min(ROWS, len(data))))
+    with collecting(problems), explaining("one batch failed"):
+        learner.partial_fit(*split_examples(first), ids=first.ids)
+    refuse_all(made.path, problems)
+    shown = f"data: {len(data)} examples of {len(data.people)} people"
+    return [shown, f"one batch: {len(first)} rows"]

@@ -1,0 +1,92 @@
+"""``expunge replay``: an exact release made again from the job's code and data, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import expunge
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.people import find_members
+from expunge.certificates.record import Record, list_versions
+from expunge.certificates.release import check_record
+from expunge.data.data import Data
+from expunge.errors import InputError, VerificationError
+from expunge.jobs.jobfile import JobFile, read_job
+from expunge.jobs.learning import load_network, make_learner, split_examples
+from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.request import load_data, load_training
+from expunge.jobs.tables import NOISY, LearnJob, ShardsJob, UnlearnJob
+from expunge.manifests import read_kind
+from expunge.recipes import method_name
+
+Found = tuple[tuple[str, ...], tuple[str, ...]]  # differences, and what could make bits differ
+
+
+def replay_job(folder: str | Path, path: str | Path) -> list[str]:
+    """Facts about the replay; an error says what differs and what could make bits differ.
+
+    Neither the old weights nor the list of the forgotten are read, and the rows of people who left
+    need not exist any more.
+    """
+    place = Path(folder)
+    if not (place / "certificate.json").is_file():
+        raise InputError.of("DIR", str(folder), "the folder of a release")
+    certificate, made = Certificate.load(place / "certificate.json"), read_job(path)
+    name = method_name(certificate.recipe)
+    if name in NOISY:
+        raise InputError(
+            f"{folder} is of {name}, whose noise nobody can draw again; verify it, or audit it"
+        )
+    asked = "retraining" if isinstance(made.job, UnlearnJob) else made.job.method.name
+    if asked != name:
+        raise InputError(f"{folder} is of {name}, and {path} of {asked}; name the job that made it")
+    failed = "the replay failed in the model, its data or its training"
+    with importing_from(made.folder), explaining(failed):
+        data = load_data(made)
+        if isinstance(made.job, UnlearnJob):
+            differences, causes = _replay_training(JobFile(made.path, made.job), place, data)
+        else:
+            differences = _replay_learned(JobFile(made.path, made.job), place, data)
+            causes = _list_causes(certificate)
+    if differences:
+        said = "".join(f"\n  it may be: {cause}" for cause in causes)
+        raise VerificationError(f"{folder} does not come out again: {'; '.join(differences)}{said}")
+    shown = f"{certificate.retained.samples:,} examples of {certificate.retained.count:,} people"
+    return [f"{name} on {shown}, in a fresh process"]
+
+
+def _replay_training(made: JobFile[UnlearnJob], place: Path, data: Data) -> Found:
+    job = made.job
+    build = load_function("model.build", job.model.build, made.folder)
+    train = load_training(made, job.training)[1]
+    found = expunge.replay(place, build, data, train=train, device=job.model.device)  # pyright: ignore[reportArgumentType]
+    return found.differences, found.causes
+
+
+def _replay_learned(made: JobFile[LearnJob], place: Path, data: Data) -> tuple[str, ...]:
+    """What differs in a model built to forget. Who left is in the record beside the release; where
+    that was not handed over, in the state."""
+    record, state = place / "record.json", made.locate(made.job.state.dir)
+    gone = list[str]()
+    if record.is_file():
+        kept = Record.load(record)
+        check_record(Certificate.load(place / "certificate.json"), kept, place)
+        gone = [n for c in (*kept.earlier, kept.forget) for n in find_members(c, data.people)]
+    elif read_kind(state) is not None:
+        gone = list(make_learner(made, state).forgot(data.people))
+    retained, job = data.drop(gone), made.job
+    if isinstance(job, ShardsJob):
+        return tuple(make_learner(made, None).replay(retained, place))
+    from expunge.linear_model import replay
+
+    return tuple(replay(place, split_examples(retained), load_network(made, job)))
+
+
+def _list_causes(certificate: Certificate) -> tuple[str, ...]:
+    then = certificate.environment.versions
+    causes = [
+        f"{name} was {then.get(name)}, here it is {found}"
+        for name, found in list_versions().items()
+        if then.get(name) != found
+    ]
+    return (*causes, "another processor, or code that draws on what no seed decides")

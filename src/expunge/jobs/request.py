@@ -1,0 +1,126 @@
+"""What a job names, loaded: ``build``, the data, ``train``, the loss, and who leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import expunge
+from expunge.data.data import Data
+from expunge.data.people import read_people
+from expunge.errors import ExpungeError, InputError
+from expunge.jobs.jobfile import JobFile, join_mistakes
+from expunge.jobs.lists import read_list
+from expunge.jobs.loading import explaining, load_function
+from expunge.jobs.options import find_loss
+from expunge.jobs.tables import OWN_LOSS, Job, NoisyTable, TrainingTable, UnlearnJob
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A job's three words, and the people who leave. ``loss`` is in a mapping: None is a loss too
+    (the model returns its own), and absent is the default of whoever is given none. ``options``
+    are those that ``check``, ``retrain`` and ``unlearn`` have in common, ``batches`` those of noisy
+    steps."""
+
+    build: Function
+    data: Data
+    people: tuple[str, ...]
+    train: Function | None
+    loss: dict[str, Any]
+    old: Path | None
+    options: dict[str, Any]
+    batches: dict[str, Any]
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Generator[None]:
+    """What is refused is one of several problems: the next step may find another."""
+    try:
+        yield
+    except ExpungeError as error:
+        problems.append(str(error))
+
+
+def refuse_all(path: Path, problems: Iterable[str]) -> None:
+    """Refuse a job for all of its problems at once, if there are any."""
+    if found := list(problems):
+        raise join_mistakes(path, "", [((), problem) for problem in found])
+
+
+def load_request(
+    made: JobFile[UnlearnJob],
+    forget: Iterable[Any] | None = None,
+    before: Iterable[str] = (),
+) -> Request:
+    """Everything that the job names; ``forget`` takes the place of its list, and problems found
+    ``before`` are named with those that are found here. Call inside
+    :func:`expunge.jobs.loading.importing_from`."""
+    job, problems, found = made.job, list[str](), dict[str, Any]()
+    with collecting(problems):
+        given = read_request_list(made) if forget is None else read_people(forget, "forget")
+        found["people"] = tuple(given)
+    with collecting(problems):
+        found["build"] = load_function("model.build", job.model.build, made.folder)
+    with collecting(problems):
+        found["loss"], found["train"] = load_training(made, job.training)
+    with collecting(problems):
+        found["data"] = load_data(made)
+    if problems:
+        refuse_all(made.path, [*before, *problems])
+    options = {
+        "seed": 0 if job.training is None else job.training.seed,
+        "parent": None if job.method.parent is None else made.locate(job.method.parent),
+        "published": None if job.model.published is None else made.locate(job.model.published),
+        "key": job.model.key,
+        "unchanged": job.model.unchanged,
+    }
+    batches = dict(found["loss"])
+    if isinstance(job.method, NoisyTable):
+        from torch.nn.functional import cross_entropy
+
+        batches = {"loss": cross_entropy, "batch_size": job.method.batch_size} | batches
+    old = None if job.model.old is None else made.locate(job.model.old)
+    return Request(**found, old=old, options=options, batches=batches)
+
+
+def read_request_list(made: JobFile[UnlearnJob]) -> list[str]:
+    """The people in the job's own list."""
+    return read_list(made.locate(made.job.data.forget), made.job.data.column)
+
+
+def load_data(made: JobFile[Job]) -> Data:
+    """What ``load()`` returns, which must be ``expunge.Data``."""
+    load = load_function("data.load", made.job.data.load, made.folder)
+    with explaining("data.load failed"):
+        data = load()
+    if not isinstance(data, Data):
+        kind = type(data).__name__
+        raise InputError(f"data.load returned a {kind}; it must return an expunge.Data")
+    if not data.stream and len(data) == 0:
+        raise InputError("data.load returned no examples; it must return at least 1")
+    data.source = load
+    return data
+
+
+def load_training(
+    made: JobFile[Job], table: TrainingTable | None
+) -> tuple[dict[str, Any], Function | None]:
+    """The loss, if one is named, and the function that trains, if there is one."""
+    loss = dict[str, Any]()
+    if table is None:
+        return loss, None
+    if table.loss is not None and ":" in table.loss:
+        loss["loss"] = load_function("training.loss", table.loss, made.folder)
+    elif table.loss is not None:
+        loss["loss"] = None if table.loss == OWN_LOSS else find_loss(table.loss)
+    if table.function is not None:
+        return loss, load_function("training.function", table.function, made.folder)
+    if not table.options:
+        return loss, None
+    return loss, expunge.Training(**table.options, progress=True, **loss)

@@ -1,0 +1,1 @@
+"""Networks: their tensors by name, weights from anybody's checkpoint, adapters, releases."""

@@ -1,0 +1,121 @@
+"""A module of PEFT as PEFT's own files: the adapter's tensors, its configuration, the base's names.
+
+An adapter is released alone only if it is all that was trained: one adapter, active and not merged
+into the base, whose tensors are exactly the trainable ones. The configuration is written from the
+live one, field by field, never copied from a folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from expunge.certificates.hashes import hash_tensors
+from expunge.certificates.record import Adapter
+from expunge.errors import InputError
+from expunge.networks.tensors import list_aliases, list_tensors, unwrap
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterFiles:
+    """What PEFT's two files hold, and the base's tensors by the names they have in the base."""
+
+    tensors: Mapping[str, Tensor]
+    config: bytes
+    base: Mapping[str, Tensor]
+
+    def describe(self) -> Adapter:
+        """Their hashes."""
+        return Adapter(hash=hash_tensors(self.tensors), base=hash_tensors(self.base))
+
+
+def list_adapters(module: nn.Module) -> Mapping[str, Any]:
+    """The configurations of a PEFT model's adapters, by name; none for any other module.
+
+    >>> list_adapters(nn.Linear(1, 1))
+    {}
+    """
+    peft: Any = sys.modules.get("peft")
+    inner: Any = unwrap(module)
+    if peft is None or not isinstance(inner, peft.PeftModel):
+        return {}
+    return cast(Mapping[str, Any], inner.peft_config)
+
+
+def list_file_names(module: nn.Module) -> dict[str, str]:
+    """The module's own names, by those that PEFT writes into an adapter's file.
+
+    PEFT leaves out the adapter's name, and the wrapper of a module that is saved whole.
+    """
+    found: dict[str, str] = {}
+    for adapter in list_adapters(module):
+        from peft import get_peft_model_state_dict
+
+        tensors = list_tensors(module)
+        places = {id(tensor): name for name, tensor in tensors.items()}
+        saved: Mapping[str, Tensor] = get_peft_model_state_dict(
+            unwrap(module), state_dict=tensors, adapter_name=adapter, save_embedding_layers=False
+        )
+        for name, tensor in saved.items():
+            if id(tensor) in places:
+                found.setdefault(name, places[id(tensor)])
+    return found
+
+
+def name_base(name: str) -> str:
+    """The name of a tensor of the base, in the base alone.
+
+    >>> name_base("base_model.model.bert.query.base_layer.weight")
+    'bert.query.weight'
+    """
+    bare = name.removeprefix("base_model.model.")
+    return bare.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def find_adapter(
+    module: nn.Module, tensors: Mapping[str, Tensor] | None = None
+) -> AdapterFiles | None:
+    """The adapter as PEFT's files, if it is all that the module trains; else None.
+
+    ``tensors`` are those of the module, where they are not in it (a model shared out by FSDP).
+    """
+    adapters = list_adapters(module)
+    if len(adapters) != 1:
+        return None
+    (name, config), *_ = adapters.items()
+    inner: Any = unwrap(module)
+    merged = any(getattr(part, "merged", False) is True for part in inner.modules())
+    if merged or config.is_prompt_learning or list(inner.active_adapters) != [name]:
+        return None
+    own = list_tensors(module) if tensors is None else tensors
+    names = list_file_names(module)
+    trained = {alias for aliases in list_aliases(module).values() for alias in aliases}
+    base = {name_base(n): t for n, t in own.items() if n not in trained}
+    if set(names.values()) != trained or len(base) != len(own) - len(trained):
+        return None
+    return AdapterFiles({n: own[place] for n, place in names.items()}, _write_config(config), base)
+
+
+def list_base_names(names: Iterable[str]) -> dict[str, str]:
+    """A PEFT model's own names by those of its base, where only one tensor has that name."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(name_base(name), []).append(name)
+    return {short: own[0] for short, own in found.items() if len(own) == 1 and own[0] != short}
+
+
+def _write_config(config: Any) -> bytes:
+    """The fields of a configuration as JSON with sorted keys, for inference."""
+    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+    try:
+        text = json.dumps(plain | {"inference_mode": True}, indent=2, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the adapter's configuration cannot be written: {error}") from None
+    return text.encode()

@@ -1,0 +1,1 @@
+"""The page about a release, for the data-protection officer and the engineer."""

@@ -1,0 +1,206 @@
+"""A request, read: who goes, what stays, which release came before, which folder it resumes in."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from expunge.certificates.certificate import Certificate
+from expunge.certificates.hashes import hash_bytes, hash_tensor, hash_tensors, is_tensor
+from expunge.certificates.people import commit
+from expunge.certificates.record import Code, Tensors, TrainingRun, list_versions
+from expunge.certificates.release import Parent, Release, read_parent
+from expunge.certificates.sources import hash_source, read_source
+from expunge.data.data import Data
+from expunge.data.examples import list_columns
+from expunge.data.people import Names, check_request, read_people
+from expunge.errors import InputError, UnlearningError
+from expunge.files import write_atomic
+from expunge.networks.checkpoints import compare_published
+from expunge.networks.tensors import find_copied, list_published, list_trainable
+
+Before = Release | Certificate | str | Path
+FILE = "run.json"  # of a folder of checkpoints, which belongs to one run
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """Who is forgotten, on how many examples; the data without them; the release before."""
+
+    names: Names
+    examples: int
+    retained: Data
+    created: str
+    before: Parent | None = None
+
+    @property
+    def parent(self) -> Certificate | None:
+        """The certificate of the release before."""
+        return None if self.before is None else self.before.certificate
+
+    def describe(self) -> dict[str, Any]:
+        """What a record says of people: salted commitments, and those of all requests before."""
+        return {
+            "forget": commit(self.names, self.examples, leaves=True),
+            "retained": commit(self.retained.people, len(self.retained)),
+            "earlier": () if self.before is None else self.before.requests,
+            "parent": None if self.parent is None else self.parent.sha256,
+            "created": self.created,
+        }
+
+
+def read_request(data: Data, forget: Iterable[Any], parent: Before | None = None) -> Request:
+    """The request of these people, against data in which they may or may not be any more.
+
+    With a ``parent`` (a release, or its folder), nobody whom it forgot may be among those who stay.
+
+    >>> data = Data(([1.0, 2.0], [0, 1]), ids=["ann", "bob"])
+    >>> request = read_request(data, ["ann"])
+    >>> request.names, request.examples, request.retained.people
+    (('ann',), 1, ('bob',))
+    """
+    if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
+        kind = type(data).__name__
+        raise InputError(f"data is a {kind}; it must be an expunge.Data(examples, ids=...)")
+    created = datetime.now(UTC).isoformat(timespec="seconds")
+    before = read_parent(parent, created)
+    if before is not None and before.record is None:
+        warnings.warn(
+            "people whom the parent forgot cannot be looked for in the data: its record.json is "
+            "missing; parent= takes the folder of the release that has it",
+            stacklevel=3,
+        )
+    people, wanted = data.everybody(), read_people(forget, "forget")
+    gone = [] if before is None else before.find_returned(wanted)
+    names = check_request(wanted, people, gone=gone, exact_names=data.exact_names)
+    for name in [] if before is None else before.find_returned(sorted(people.difference(names))):
+        raise InputError(
+            f"the data have {name!r}, whom the parent release forgot; remove their examples, or "
+            "name them in forget again"
+        )
+    retained = data.drop(names)
+    if len(retained) == 0:
+        raise InputError("forget names everybody who has an example; nothing is left to train on")
+    return Request(names, data.count(names), retained, created, before)
+
+
+def describe_code(salt: str, **functions: Any) -> Code:
+    """The operator's code by salted hash: ``build``, ``train``, ``loss``, and ``data``: what loads
+    it, says whose an example is, and makes a batch."""
+    given = {
+        name: [part for part in (thing.source, thing.person, thing.collate) if part is not None]
+        if isinstance(thing, Data)
+        else thing
+        for name, thing in functions.items()
+    }
+    hashes = {
+        name: hash_source(thing, salt)
+        for name, thing in given.items()
+        if thing is not None and thing != []
+    }
+    return Code(**hashes)
+
+
+def describe_training(train: Any, retained: Data) -> TrainingRun:
+    """What a record says of a training: its name, and the options of the built-in one."""
+    from expunge.training.training import Training
+
+    own = not isinstance(train, Training)
+    name = (
+        f"{getattr(train, '__module__', '')}.{getattr(train, '__qualname__', type(train).__name__)}"
+    )
+    return TrainingRun(
+        function=name if own else "expunge.Training",
+        options={} if own else train.describe(),
+        examples=len(retained),
+        validation=None if retained.validation is None else len(retained.validation),
+    )
+
+
+def check_start(
+    module: nn.Module, old: Mapping[str, Tensor] | None, unchanged: Collection[str] = ()
+) -> None:
+    """Refuse a ``build()`` that gives trainable weights of the old model: the slip of loading the
+    trained file where the published one was meant."""
+    own = list_trainable(module)
+    if strange := [unchanged] if isinstance(unchanged, str) else sorted(set(unchanged) - set(own)):
+        valid = f"a list of names of trainable parameters, such as {next(iter(own))!r}"
+        raise InputError.of("unchanged", strange[0], valid)
+    copied = [] if old is None else find_copied(old, own, unchanged)
+    if copied:
+        more = f" and {len(copied) - 1} more" if len(copied) > 1 else ""
+        raise UnlearningError(
+            f"build() returns the old model's own weights in {copied[0]}{more}; it must give a "
+            "public start (unchanged=[names] declares what the old training never touched)"
+        )
+
+
+def describe_published(module: nn.Module, published: str | Path | None) -> Tensors | None:
+    """Frozen parameters and buffers of ``build()``: compared with a file, or declared."""
+    tensors = list_published(module)
+    if published is not None:
+        compare_published(published, module)
+    if not tensors:
+        return None
+    compared = None if published is None else Path(published).name
+    return Tensors(names=tuple(tensors), hash=hash_tensors(tensors), compared=compared)
+
+
+def identify(request: Request, **more: Any) -> dict[str, str]:
+    """What a resumed run must have in common with the one that was stopped, by name."""
+    functions = {name: read_source(thing) for name, thing in more.items() if callable(thing)}
+    plain = {name: repr(thing) for name, thing in more.items() if not callable(thing)}
+    facts: dict[str, str] = {
+        "people to forget": "\0".join(sorted(request.names)),
+        "data": _describe_data(request.retained),
+        "versions": repr(list_versions()),
+        **plain,
+        **functions,
+    }
+    return {
+        name: hash_bytes([text.encode("utf-8", "surrogatepass")]) for name, text in facts.items()
+    }
+
+
+def _describe_data(data: Data) -> str:
+    """Names and, of what lies in memory, the bytes."""
+    held = list_columns(data.examples) if data.kind == "columns" else []
+    content = [hash_tensor(column).hex() for column in held if is_tensor(column)]
+    return repr((data.kind, data.people if data.stream else data.ids, content))
+
+
+def bind(folder: str | Path, identity: Mapping[str, str]) -> bool:
+    """Make ``folder`` this run's, or refuse one that is another's, naming what differs; returns
+    whether it has checkpoints to go on from."""
+    path = Path(folder) / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    others = [one.name for one in path.parent.iterdir() if one.name != FILE]
+    kept = sorted(name for name in others if not name.endswith(".tmp"))  # what is being written
+    if not path.exists():
+        if kept:
+            raise InputError(
+                f"resume is {folder}, which has {kept[0]} and no {FILE} to say whose that is; name "
+                "an empty folder"
+            )
+        write_atomic(
+            path, json.dumps(dict(identity), sort_keys=True, indent=1).encode(), private=True
+        )
+        return False
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        raise InputError(f"{path} cannot be read; remove {folder} to start anew") from None
+    other = [name for name in identity if found.get(name) != identity[name]]
+    if other:
+        raise InputError(
+            f"resume is {folder}, which belongs to a run with other {' and '.join(other)}; restore "
+            "them, or name another folder"
+        )
+    return bool(kept)
