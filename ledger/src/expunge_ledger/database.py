@@ -1,0 +1,164 @@
+"""Where the tables lie: SQLite in a file, or PostgreSQL; who writes, writes alone.
+
+Every transaction that writes begins by locking: ``BEGIN IMMEDIATE`` on SQLite, the one row of
+``book`` on PostgreSQL. They are short; nothing is trained or forgotten inside one.
+"""
+
+from __future__ import annotations
+
+import functools
+import sqlite3
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError, NoSuchModuleError
+
+from expunge import CertificateError, InputError, RunError
+from expunge_ledger.keys import Key
+from expunge_ledger.schema import BOOK, VERSION
+from expunge_ledger.tables import Tables
+
+_VALID = "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
+_NOT_A_LEDGER = ("unable to open database file", "file is not a database")  # what SQLite says
+
+
+class Database:
+    """An opened ledger and its key; ``by`` is the token on whose behalf it writes."""
+
+    def __init__(self, engine: Engine, key: Key, by: str | None = None) -> None:
+        self.engine, self.key, self.by = engine, key, by
+
+    @contextmanager
+    def reading(self) -> Generator[Tables]:
+        """A transaction that reads one state of all tables."""
+        again = {} if self.engine.name == "sqlite" else {"isolation_level": "REPEATABLE READ"}
+        with connected(self.engine, **again) as connection:
+            yield Tables(connection, self.key)
+
+    @contextmanager
+    def writing(self) -> Generator[Tables]:
+        """A transaction in which nobody else writes: all of it, or nothing."""
+        with connected(self.engine, writes=True) as connection:
+            tables = Tables(connection, self.key, self.by, writes=True)
+            yield tables
+            tables.flush()
+
+
+def read_url(url: str) -> URL:
+    """The address of a ledger.
+
+    >>> read_url("ledger.db")
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: ledger is 'ledger.db'; it must be sqlite:///FILE or postgresql+...
+    """
+    try:
+        found = make_url(url)
+    except ArgumentError:
+        raise InputError.of("ledger", url, _VALID) from None
+    backend = found.get_backend_name()
+    if backend == "postgresql":
+        return found.set(drivername="postgresql+psycopg")
+    if backend != "sqlite" or not found.database or found.database == ":memory:":
+        raise InputError.of("ledger", found.render_as_string(), _VALID)
+    return found.set(drivername="sqlite")
+
+
+def find_file(url: URL) -> Path | None:
+    """The file of a ledger on SQLite."""
+    return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
+
+
+def connect(url: URL) -> Engine:
+    """The engine; what it reports never shows the values of a statement."""
+    file = find_file(url)
+    try:
+        if file is None:
+            return create_engine(url, hide_parameters=True, pool_pre_ping=True)
+        engine = create_engine(url, hide_parameters=True, creator=lambda: _open_file(file))
+    except NoSuchModuleError:
+        raise InputError.of("ledger", url.render_as_string(), _VALID) from None
+    event.listen(engine, "checkout", functools.partial(_check_file, file))
+    event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _open_file(file: Path) -> sqlite3.Connection:
+    """A file that is there: one that is missing for a moment must not become an empty ledger.
+    What is deleted is overwritten; what is committed is on the disk."""
+    if not file.exists():
+        raise RunError(f"the ledger {file} is gone; nothing changed")
+    place = f"file:{quote(str(file.absolute()))}?mode=rw"
+    made = sqlite3.connect(place, uri=True, timeout=60, isolation_level=None,
+                           check_same_thread=False)  # fmt: skip
+    for setting in ("journal_mode = WAL", "synchronous = FULL", "secure_delete = ON"):
+        made.execute(f"PRAGMA {setting}")
+    return made
+
+
+def _check_file(file: Path, connection: Any, record: Any, proxy: object) -> None:
+    """A file that was put in place of another is opened anew: what is written into one that was
+    moved or deleted is lost."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        raise RunError(f"the ledger {file} is gone; nothing changed") from None
+    if record.info.setdefault("file", (found.st_dev, found.st_ino)) != (found.st_dev, found.st_ino):
+        raise DisconnectionError
+
+
+def _begin(connection: Connection) -> None:
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+@contextmanager
+def connected(engine: Engine, **options: Any) -> Generator[Connection]:
+    """A transaction; what the database refuses is one sentence."""
+    try:
+        with engine.connect() as opened:
+            connection = opened.execution_options(**options)
+            with connection.begin():
+                yield connection
+    except DBAPIError as error:
+        reason = str(error.orig).strip().split("\n")[0]
+        place = engine.url.render_as_string()
+        if reason in _NOT_A_LEDGER:
+            raise InputError.of("ledger", place, f"a ledger: {reason}") from None
+        raise RunError(f"the ledger {place} did not answer ({reason}); nothing changed") from None
+
+
+def check_version(engine: Engine) -> None:
+    """Refuse tables of another version, and say what to do."""
+    place, found, made = engine.url.render_as_string(), None, False
+    with connected(engine) as connection:
+        if inspect(connection).has_table("alembic_version"):
+            found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+            made = connection.execute(select(BOOK.c.id)).first() is not None
+    if not made:
+        raise InputError(f"there is no ledger at {place}; make one with expunge-ledger init")
+    if found != VERSION:
+        raise CertificateError(
+            f"the ledger {place} is of version {found}; this expunge-ledger knows {VERSION} alone"
+        )
+
+
+def upgrade(engine: Engine) -> None:
+    """Bring the tables to this version, in one transaction."""
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    folder = Path(__file__).with_name("migrations")
+    config.set_main_option("script_location", str(folder).replace("%", "%%"))
+    config.set_main_option("path_separator", "os")
+    with connected(engine, writes=True) as connection:
+        if engine.name != "sqlite":
+            connection.execute(text("SELECT pg_advisory_xact_lock(7306)"))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")

@@ -1,0 +1,1 @@
+"""The ledger in a browser, and for programs."""

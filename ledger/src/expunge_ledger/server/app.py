@@ -1,0 +1,191 @@
+"""The application: API and pages behind one gate, and the process that serves them."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio.to_thread
+import uvicorn
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.middleware.sessions import SessionMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.staticfiles import StaticFiles
+
+from expunge import ExpungeError, InputError
+from expunge_ledger import requests
+from expunge_ledger.ledger import Ledger
+from expunge_ledger.server import pages
+from expunge_ledger.server.desk import Desk
+from expunge_ledger.server.gate import Gate, Limits, StrictRoute
+from expunge_ledger.server.schemas import Refused, RefusedError, describe_problems
+from expunge_ledger.server.service import TYPES, Service
+
+THREADS = 12  # of which each may have one connection to the database
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+LONGEST = 28_800  # seconds of a session
+ABOUT = "Requests of people to be forgotten, and the certified releases that answer them."
+KNOWN = {404: "there is no such page", 405: "this is not done so", 413: "the body is too long"}
+
+CODES = (400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 422, 429, 500, 503)
+BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+SENT = {kind.partition(";")[0]: {} if "json" in kind else BYTES for kind in TYPES.values()}
+# The operations under /api: programs send Authorization: Bearer. Cookies mean nothing there, so no
+# other site can make a browser ask for anything.
+OPERATIONS = {
+    "show_me": "GET /me",
+    "list_requests": "GET /requests",
+    "file_request": "POST /requests",
+    "find_requests": "POST /requests/find",
+    "show_request": "GET /requests/{number}",
+    "list_events": "GET /requests/{number}/events",
+    "show_reason": "GET /requests/{number}/reason",
+    "refuse_request": "POST /requests/{number}/refuse",
+    "withdraw_request": "POST /requests/{number}/withdraw",
+    "verify_request": "POST /requests/{number}/verify",
+    "list_models": "GET /models",
+    "show_model": "GET /models/{model}",
+    "work_on_model": "POST /models/{model}/work",
+    "verify_model": "POST /models/{model}/verify",
+    "show_work": "GET /work",
+    "download": "GET /models/{model}/releases/{number}/{file}",
+    "verify_ledger": "POST /verify",
+    "export": "POST /evidence",
+}
+
+
+def make_api(service: Service) -> APIRouter:
+    """The JSON API: the service's own methods, and their OpenAPI document."""
+    refused: dict[int | str, Any] = {code: {"model": Refused} for code in CODES}
+    router = APIRouter(prefix="/api", responses=refused, route_class=StrictRoute)
+    more: dict[str, dict[str, Any]] = {
+        "file_request": {"status_code": 201, "responses": {200: {"model": requests.Request}}},
+        "work_on_model": {"status_code": 202},
+        "download": {"response_class": Response, "responses": {200: {"content": SENT}}},
+        "export": {"response_class": Response,
+                   "responses": {200: {"content": {"application/zip": BYTES}}}},
+    }  # fmt: skip
+    for name, place in OPERATIONS.items():
+        method, path = place.split()
+        router.add_api_route(path, getattr(service, name), methods=[method], **more.get(name, {}))
+    return router
+
+
+def make_app(
+    ledger: Ledger, *, names: tuple[str, ...] = (), limits: Limits | None = None,
+    desk: Desk | None = None,
+) -> FastAPI:  # fmt: skip
+    """The application; it answers to the names of this machine's loopback and to ``names``, which
+    are those of a proxy with TLS: then cookies need TLS."""
+    service = Service(ledger, desk or Desk(ledger), limits or Limits())
+
+    @asynccontextmanager
+    async def live(app: FastAPI) -> AsyncGenerator[None]:
+        anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
+        service.desk.start()
+        yield
+        service.desk.stop()
+
+    app = FastAPI(
+        title="expunge ledger", description=ABOUT, version="1", lifespan=live,
+        openapi_url="/api/openapi.json", docs_url=None, redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None, redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
+    )  # fmt: skip
+    app.state.service, app.state.secure = service, bool(names)
+    app.include_router(make_api(service))
+    app.include_router(pages.router)
+    app.mount("/assets", StaticFiles(directory=pages.TEMPLATES.with_name("assets")))
+    app.add_middleware(
+        SessionMiddleware, secret_key=secrets.token_hex(32), max_age=LONGEST, same_site="strict",
+        session_cookie="__Host-expunge" if names else "expunge", https_only=bool(names),
+    )  # fmt: skip
+    app.add_middleware(GZipMiddleware, minimum_size=2_000)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=service.limits.body_bytes)
+    hosts = [*LOOPBACK, *(name.lower() for name in names)]
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    app.add_middleware(Gate, limits=service.limits)
+    for kind in (ExpungeError, RequestValidationError, HTTPException, pages.SignInNeededError):
+        app.add_exception_handler(kind, explain)
+    return app
+
+
+def explain(request: Request, error: Exception) -> Response:
+    """The answer to what went wrong: JSON for programs, a page for people."""
+    match error:
+        case pages.SignInNeededError():
+            return pages.go("/sign-in")
+        case RequestValidationError():
+            found = error.errors()
+            status = 404 if any("path" in one["loc"][:1] for one in found) else 422
+            refused = RefusedError(status, describe_problems(found))
+        case HTTPException() if not isinstance(error, RefusedError):
+            refused = RefusedError(error.status_code, KNOWN.get(error.status_code, "refused"))
+        case _:
+            refused = request.app.state.service.translate(error)
+    if request.url.path.startswith("/api"):
+        return JSONResponse({"detail": str(refused)}, refused.status_code, refused.headers)
+    try:
+        visitor = pages.find_visitor(request)
+    except RefusedError:
+        return Response(str(refused), refused.status_code, media_type="text/plain")
+    return visitor.show("error.html.j2", refused)
+
+
+def run(
+    ledger: Ledger, *, host: str = "127.0.0.1", port: int = 8000, names: tuple[str, ...] = (),
+    say: Callable[[str], None] = print,
+) -> None:  # fmt: skip
+    """Serve a ledger until the process is stopped."""
+    logging.getLogger("expunge_ledger.server").setLevel(logging.INFO)
+    bound = _bind(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    say(f"the ledger is served on http://{shown}:{bound.getsockname()[1]}")
+    if not is_loopback(host):
+        say(
+            f"  warning: {host} can be reached from other machines, without encryption. Whoever "
+            "listens can read tokens. Put a proxy with TLS in front and serve on 127.0.0.1, with "
+            "--name for the name that people type"
+        )
+    config = uvicorn.Config(
+        make_app(ledger, names=names), log_config=None, access_log=False, server_header=False,
+        proxy_headers=False, ws="none", http="h11", workers=1, limit_concurrency=200,
+        timeout_keep_alive=10, h11_max_incomplete_event_size=16_384, timeout_graceful_shutdown=10,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[bound])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name can only mean this machine.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A socket that listens before anybody is sent to it."""
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except (OSError, OverflowError) as error:
+        made.close()
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{host} port {port} cannot be listened on: {reason}") from None
+    made.listen(128)
+    return made

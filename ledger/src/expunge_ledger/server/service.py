@@ -1,0 +1,449 @@
+"""What API and pages share: who may do what, who sees which request, and what is done. The methods
+are the operations of the API; pages call the same.
+
+                 requester          operator    auditor
+    file         yes                yes         no
+    see          what it filed      all         all
+    find, verify no                 yes         yes
+    work, refuse, withdraw,
+    read reasons, export  no        yes         no
+
+A token for one model sees and touches only that model: of a request its own part, as if no other
+model were asked. It ends only requests that ask this model alone. What a token may not see is not
+there for it: the answer is the same 404 as for a number that was never given.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import date, datetime, timedelta
+from typing import Annotated, Any, Literal, get_args
+
+from fastapi import Depends, Path, Query, Request, Response, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from pydantic import BeforeValidator
+from sqlalchemy import case, func, select, true
+
+import expunge
+from expunge import ExpungeError, InputError, RunError, VerificationError
+from expunge_ledger import requests
+from expunge_ledger.clocks import SOON, Pace, read_now, read_pace
+from expunge_ledger.deeds import LIVE
+from expunge_ledger.keys import read_person
+from expunge_ledger.ledger import Ledger
+from expunge_ledger.models import read_certificate
+from expunge_ledger.registry import Model, Role, Token, find_token, hash_token, need_model
+from expunge_ledger.requests import MOST_NUMBER, STATES, State, asks, fits_state
+from expunge_ledger.schema import FILINGS, REQUESTS, WORK
+from expunge_ledger.server.desk import Desk
+from expunge_ledger.server.gate import Buckets, Limits
+from expunge_ledger.server.schemas import (
+    EventShown,
+    Me,
+    PersonSent,
+    Progress,
+    Reason,
+    RefusedError,
+    Requests,
+    RequestSent,
+    Verdict,
+    WhySent,
+)
+from expunge_ledger.tables import Tables
+from expunge_ledger.verification import inspect_model
+
+Act = Literal["file", "find", "models", "verify", "work", "end", "reason", "export"]
+MAY: dict[Role, frozenset[Act]] = {
+    "requester": frozenset[Act](("file",)),
+    "operator": frozenset[Act](get_args(Act)),
+    "auditor": frozenset[Act](("find", "models", "verify")),
+}
+PACES: tuple[Pace, ...] = get_args(Pace)
+Kind = State | Literal["waiting"]
+KINDS: tuple[Kind, ...] = ("waiting", *STATES)
+File = Literal["certificate.json", "statement.txt"]
+TYPES: dict[File, str] = {
+    "certificate.json": "application/json",
+    "statement.txt": "text/plain; charset=utf-8",
+}
+MOST_TOKEN, PAGE, ENDS = 200, 25, ("settled", "released", "retired")
+BEARER = HTTPBearer(auto_error=False, description="A token of expunge-ledger token.")
+
+
+def read_number(given: object) -> object:
+    """A number as it is written in an address: one way, not "1.0" or "01"."""
+    if isinstance(given, str) and not re.fullmatch(r"[1-9][0-9]{0,9}", given):
+        raise ValueError("it must be a whole number")
+    return given
+
+
+def find_caller(
+    request: Request, sent: Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
+) -> Token:
+    """Whose token was sent."""
+    if sent is None:
+        raise RefusedError(401, "send a token: Authorization: Bearer expunge_…")
+    return request.app.state.service.identify(sent.credentials, request)
+
+
+Caller = Annotated[Token, Depends(find_caller)]
+Number = Annotated[int, BeforeValidator(read_number), Path(ge=1, le=MOST_NUMBER)]
+ModelName = Annotated[str, Path(min_length=1, max_length=100)]
+PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
+Most = Annotated[int, Query(ge=1, le=200)]
+Wanted = Annotated[str | None, Query(min_length=1, max_length=100)]
+
+
+class Service:
+    """One server on one ledger."""
+
+    def __init__(self, ledger: Ledger, desk: Desk, limits: Limits) -> None:
+        self.ledger, self.desk, self.limits = ledger, desk, limits
+        self.ended = OrderedDict[str, None]()  # sessions that signed out
+        self._rates, self._failures = Buckets(limits.token), Buckets(limits.failures)
+        self._verifying = threading.Lock()
+
+    def identify(self, secret: str, request: Request) -> Token:
+        """The token that was sent. Wrong ones are counted by address; a right one always passes,
+        so that nobody can lock others out behind the same proxy."""
+        token = self.find_token(hash_token(secret)) if len(secret) <= MOST_TOKEN else None
+        if token is None:
+            address = "nobody" if request.client is None else request.client.host
+            if wait := self._failures.take(address):
+                raise RefusedError(429, "too many tokens that are not known", wait)
+            raise RefusedError(401, "the token is not known here")
+        request.state.token = token.name
+        return token
+
+    def find_token(self, hashed: str) -> Token | None:
+        """The token of this hash, if it did not ask too often."""
+        with self.ledger.reading() as tables:
+            token = find_token(tables, hashed)
+        if token is not None and (wait := self._rates.take(token.name)):
+            raise RefusedError(429, "too many requests with this token", wait)
+        return token
+
+    def show_me(self, token: Caller) -> Me:
+        """Who this token is, and the models it may name."""
+        names = [one.name for one in self.find_models(token) if one.retired is None]
+        return Me(name=token.name, role=token.role, model=token.model, models=names)
+
+    def list_requests(
+        self, token: Caller, state: Kind | None = None, pace: Pace | None = None,
+        model: Wanted = None, page: PageNumber = 1, most: Most = PAGE,
+    ) -> Requests:  # fmt: skip
+        """Requests with their clocks: those that wait by due date, then others, newest first."""
+        speed, waits = _find_pace(read_now().date()).label("pace"), REQUESTS.c.state == "open"
+        with self.ledger.reading() as tables:
+            base, own = self._restrict(tables, token), token.model
+            if own is not None:  # what the other models are at is not to be seen
+                waits = asks(tables, own, *LIVE)
+            if model is not None:
+                base = base.where(asks(tables, model if token.model in (None, model) else ""))
+            chosen = base
+            if state is not None:
+                fits = fits_state(state) if own is None else _fits_part(tables, own, state)
+                chosen = chosen.where(fits)
+            if pace is not None:
+                chosen = chosen.where(speed == pace, true() if own is None else waits)
+            order = (~waits, case((waits, REQUESTS.c.due)), REQUESTS.c.number.desc())
+            run = tables.connection.execute
+            total = run(select(func.count()).select_from(chosen.subquery())).scalar_one()
+            shown = chosen.order_by(*order).offset((page - 1) * most).limit(most)
+            found = self._list(tables, token, shown)
+            counted = speed, func.count().label("size")
+            grouped = base.where(waits).with_only_columns(*counted).group_by("pace")
+            counts = {row.pace: row.size for row in run(grouped)}
+        waiting: dict[Pace, int] = {one: counts.get(one, 0) for one in PACES}
+        return Requests(requests=found, total=total, page=page, waiting=waiting)
+
+    def file_request(
+        self, token: Caller, sent: RequestSent, response: Response
+    ) -> requests.Request:
+        """File a request; 200 and the request that is there, if it was filed before."""
+        allow(token, "file")
+        try:
+            read_person(sent.person)
+        except InputError:
+            said = "person must be an identifier of 1 to 1,024 characters that can be seen"
+            raise RefusedError(422, said) from None
+        if sent.model is not None:
+            _need_model(token, sent.model)
+        asked = sent.model or token.model
+        if asked is not None and asked not in self.show_me(token).models:
+            said = "model must be the name of a registered model, not a retired one"
+            raise RefusedError(422, said)
+        given = sent.model_dump() | {"model": asked}
+        found = self.ledger.acting(token.name).request(given.pop("person"), **given)
+        response.status_code = 201 if found.new else 200
+        return self.show_request(token, found.number).model_copy(update={"new": found.new})
+
+    def find_requests(self, token: Caller, sent: PersonSent) -> Requests:
+        """All requests about a person; the identifier is in the body, never in an address."""
+        allow(token, "find")
+        try:
+            hashed = self.ledger.key.hash_person(sent.person)
+        except InputError:
+            return Requests(requests=[], total=0)
+        with self.ledger.reading() as tables:
+            chosen = self._restrict(tables, token).where(requests.fits_person(hashed))
+            found = self._list(tables, token, chosen)
+        return Requests(requests=found, total=len(found))
+
+    def show_request(self, token: Caller, number: Number) -> requests.Request:
+        """One request, with its clock and what it asks of each model."""
+        with self.ledger.reading() as tables:
+            chosen = self._restrict(tables, token).where(REQUESTS.c.number == number)
+            for found in self._list(tables, token, chosen):
+                return found
+        raise RefusedError(404, "there is no such request")
+
+    def list_events(self, token: Caller, number: Number) -> list[EventShown]:
+        """What happened to a request: links of the ledger's chain."""
+        self.show_request(token, number)
+        found, own = self.ledger.events(request=number), (None, token.model)
+        if token.model is not None:
+            found = tuple(one for one in found if one.body.get("model") in own)
+        return [EventShown.model_validate(asdict(one) | {"body": one.show()}) for one in found]
+
+    def show_reason(self, token: Caller, number: Number) -> Reason:
+        """The reason that was sent with a request: free text, for operators."""
+        allow(token, "reason")
+        self.show_request(token, number)
+        return Reason(reason=self.ledger.read_reason(number))
+
+    def refuse_request(self, token: Caller, number: Number, sent: WhySent) -> requests.Request:
+        """Refuse a request, with a reason that whoever filed it can read."""
+        return self._end(token, number, sent, self.ledger.acting(token.name).refuse)
+
+    def withdraw_request(self, token: Caller, number: Number, sent: WhySent) -> requests.Request:
+        """The person takes the request back."""
+        return self._end(token, number, sent, self.ledger.acting(token.name).withdraw)
+
+    def _end(
+        self, token: Token, number: int, sent: WhySent, end: Callable[[int, str], Any]
+    ) -> requests.Request:
+        allow(token, "end")
+        self.show_request(token, number)
+        if not self.may_end(token, number):
+            raise RefusedError(403, "this request asks other models too")
+        if end.__name__ == "refuse" and not (sent.reason or "").strip():
+            raise RefusedError(422, "reason: say why the request is refused")
+        end(number, sent.reason or "")
+        return self.show_request(token, number)
+
+    def may_end(self, token: Token, number: int) -> bool:
+        """Whether a token may refuse or withdraw a request that it sees."""
+        own = token.model is None or self.ledger.get(number).model == token.model
+        return own and "end" in MAY[token.role]
+
+    def list_models(self, token: Caller) -> list[Model]:
+        """The models, each with its chain of releases."""
+        allow(token, "models")
+        return self.find_models(token)
+
+    def show_model(self, token: Caller, model: ModelName) -> Model:
+        """One model, with its chain of releases."""
+        allow(token, "models")
+        return self._find_model(token, model)
+
+    def work_on_model(self, token: Caller, model: ModelName) -> Progress:
+        """Forget all who asked, in the background; /api/work says how far it is."""
+        allow(token, "work")
+        if self._find_model(token, model).retired is not None:
+            raise RefusedError(409, "this model is retired: no request asks it")
+        return self.desk.ask(model, token.name)
+
+    def show_work(self, token: Caller) -> list[Progress]:
+        """How far the work on each model is that somebody asked for."""
+        allow(token, "models")
+        return self.list_progress(token)
+
+    def list_progress(self, token: Token) -> list[Progress]:
+        """The same, for who sees no models and waits for an answer."""
+        found, says = self.desk.show(), "work" in MAY[token.role]
+        shown = [found[one.name] for one in self.find_models(token) if one.name in found]
+        said = {one.model: self.hide(one.said) if says else "" for one in shown}
+        return [one.model_copy(update={"said": said[one.model]}) for one in shown]
+
+    def download(self, token: Caller, model: ModelName, number: Number, file: File) -> Response:
+        """The certificate of a release, or what it says in words."""
+        found = [one for one in self._find_model(token, model).releases if one.number == number]
+        if not found or (token.role == "requester" and not self._is_own(token, model, number)):
+            raise RefusedError(404, "there is no such release")
+        try:
+            data = read_certificate(found[0].directory, found[0].certificate)
+            certificate = expunge.Certificate.from_bytes(data)
+        except ExpungeError as error:
+            raise RefusedError(409, self.hide(str(error))) from None
+        if file == "statement.txt":
+            data = f"{certificate.statement()}\n".encode()
+        return _send(data, f"{model}-{number}-{file}", TYPES[file])
+
+    def verify_model(self, token: Caller, model: ModelName, only: int | None = None) -> Verdict:
+        """Verify all releases of a model, as a chain, or one: certificate, record, weights, the
+        people it names, its parent."""
+        allow(token, "verify")
+        count = len(self._find_model(token, model).releases)
+        with self._one_at_a_time(), self.ledger.reading() as tables:
+            found = inspect_model(tables, need_model(tables, model), only)
+        said = [f"release {number}: {self.hide(one)}" for number, one in found]
+        return Verdict(holds=not said, differences=said, releases=1 if only else count)
+
+    def verify_request(self, token: Caller, number: Number) -> Verdict:
+        """Verify every release that answers a request, and the chain of events."""
+        allow(token, "verify")
+        done = [one for one in self.show_request(token, number).answers if one.release is not None]
+        whole = Verdict(holds=True, differences=[], releases=0)
+        if token.model is None:
+            whole = self._verify(certificates=False)
+        said = list[str]()
+        for one in done:
+            found = self.verify_model(token, one.model, one.release)
+            said += [f"{one.model}: {difference}" for difference in found.differences]
+        said += whole.differences
+        facts = {"holds": not said, "differences": said, "releases": len(done)}
+        return whole.model_copy(update=facts)
+
+    def verify_ledger(self, token: Caller) -> Verdict:
+        """Verify the whole ledger: events, tables, anchors and all certificates."""
+        allow(token, "verify")
+        _need_model(token)
+        return self._verify(certificates=True)
+
+    def _verify(self, certificates: bool) -> Verdict:
+        with self._one_at_a_time():
+            try:
+                found = self.ledger.verify(certificates=certificates)
+            except VerificationError as error:
+                return Verdict(holds=False, differences=[self.hide(str(error))], releases=0)
+        count, events = found.releases if certificates else 0, found.events
+        return Verdict(holds=True, differences=[], releases=count, events=events, head=found.head)
+
+    def export(self, token: Caller, sent: PersonSent) -> Response:
+        """The evidence about a person, as a zip for a regulator."""
+        allow(token, "export")
+        _need_model(token)
+        try:
+            data = self.ledger.export(sent.person)
+        except InputError:
+            raise RefusedError(404, "nobody of this identifier has a request here") from None
+        return _send(data, "evidence.zip", "application/zip")
+
+    def hide(self, sentence: str) -> str:
+        """A sentence without where anything lies."""
+        places = {self.ledger.key_file.absolute().parent}
+        for model in self.ledger.models() if "/" in sentence else ():
+            places |= {model.path.parent, model.folder.parent}
+        for place in sorted(map(str, places), key=len, reverse=True):
+            sentence = sentence.replace(f"{place}/", "")
+        return re.sub(r"(?:/[^\s/:;,'\"]+)+/", "", sentence)
+
+    def translate(self, error: Exception) -> RefusedError:
+        """The status of an error of the library: bad input, not possible now, or try again."""
+        if isinstance(error, RefusedError):
+            return error
+        if isinstance(error, RunError):
+            return RefusedError(503, "the ledger does not answer; try again later", 5)
+        return RefusedError(422 if isinstance(error, InputError) else 409, self.hide(str(error)))
+
+    def find_models(self, token: Token) -> list[Model]:
+        """The models that a token may know of."""
+        return [one for one in self.ledger.models() if token.model in (None, one.name)]
+
+    def _find_model(self, token: Token, name: str) -> Model:
+        for one in self.find_models(token):
+            if one.name == name:
+                return one
+        raise RefusedError(404, "there is no such model")
+
+    def _is_own(self, token: Token, model: str, release: int) -> bool:
+        """Whether a release answers what a token filed."""
+        with self.ledger.reading() as tables:
+            mine = select(FILINGS.c.request).where(FILINGS.c.token == token.name)
+            fits = (WORK.c.model == need_model(tables, model)["id"], WORK.c.release == release)
+            chosen = select(WORK.c.request).where(*fits, WORK.c.request.in_(mine)).limit(1)
+            return bool(self._list(tables, token, chosen))
+
+    def _restrict(self, tables: Tables, token: Token) -> Any:
+        chosen = select(REQUESTS.c.number)
+        if token.role == "requester":
+            mine = select(FILINGS.c.request).where(FILINGS.c.token == token.name)
+            chosen = chosen.where(REQUESTS.c.number.in_(mine))
+        return chosen if token.model is None else chosen.where(asks(tables, token.model))
+
+    def _list(self, tables: Tables, token: Token, chosen: Any) -> list[requests.Request]:
+        """Requests in the order of the numbers ``chosen``; who filed them is proved by its row."""
+        numbers: list[int] = list(tables.connection.execute(chosen).scalars())
+        if token.role == "requester":
+            numbers = [n for n in numbers if tables.get(FILINGS, token.name, n) is not None]
+        return [_narrow(tables, one, token) for one in requests.list_requests(tables, numbers)]
+
+    @contextmanager
+    def _one_at_a_time(self) -> Generator[None]:
+        if not self._verifying.acquire(timeout=2):
+            raise RefusedError(503, "another verification is running; try again later", 10)
+        try:
+            yield
+        finally:
+            self._verifying.release()
+
+
+def allow(token: Token, act: Act) -> None:
+    """Refuse what a role may not do."""
+    if act not in MAY[token.role]:
+        raise RefusedError(403, f"a token of the role {token.role} may not do this")
+
+
+def _need_model(token: Token, model: str | None = None) -> None:
+    """Refuse every model but a token's own; None is all models."""
+    if token.model not in (None, model):
+        raise RefusedError(403, f"this token is for the model {token.model} alone")
+
+
+def _send(data: bytes, name: str, kind: str) -> Response:
+    """A download; a browser keeps it and does not open it here."""
+    shown = {"Content-Disposition": f'attachment; filename="{name}"'}
+    return Response(data, media_type=kind, headers=shown)
+
+
+def _find_pace(today: date) -> Any:
+    """The pace of :func:`expunge_ledger.clocks.read_pace`, in SQL."""
+    soon, late, near = (today + timedelta(days=SOON)).isoformat(), PACES[2], PACES[1]
+    until = func.coalesce(func.substr(REQUESTS.c.ended, 1, 10), today.isoformat())
+    close = REQUESTS.c.ended.is_(None) & (REQUESTS.c.due <= soon)
+    return case((REQUESTS.c.due < until, late), (close, near), else_=PACES[0])
+
+
+def _fits_part(tables: Tables, model: str, state: Kind) -> Any:
+    """A condition: the part that one model has in a request is in this state."""
+    match state:
+        case "refused" | "withdrawn":
+            return REQUESTS.c.state == state
+        case "answered":
+            return asks(tables, model, "done") & REQUESTS.c.state.in_(("open", "answered"))
+        case _:
+            return asks(tables, model, *(LIVE if state == "waiting" else (state,)))
+
+
+def _narrow(tables: Tables, found: requests.Request, token: Token) -> requests.Request:
+    """A request as a token sees it: of a token for one model, only that model's part; what the
+    others came to, and when, is not in its state, answer or clock."""
+    if token.model is None:
+        return found
+    (own,) = (one for one in found.answers if one.model == token.model)
+    facts: dict[str, Any] = {"answers": (own,), "model": token.model}
+    if found.state not in ("refused", "withdrawn"):
+        states, ended = {"done": "answered", "running": "running"}, None
+        for event in tables.events(found.number) if own.state == "done" else ():
+            if event.body.get("model") == token.model and event.kind in ENDS:
+                ended = datetime.fromisoformat(event.at)
+        pace, days = read_pace(found.due, ended and ended.date(), read_now().date())
+        facts |= {"state": states.get(own.state, "open"), "answer": own.outcome}
+        facts |= {"ended": ended, "pace": pace, "days": days}
+    return found.model_copy(update=facts)

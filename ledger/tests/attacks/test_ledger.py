@@ -1,0 +1,342 @@
+"""Attempts to make the ledger say what is not so, each of which must fail."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import expunge
+from expunge_ledger import Ledger, models, work
+from expunge_ledger.leases import Lease
+from ledger.tests.life import Killed, die, let_lease_end, list_states, read, write
+from ledger.tests.stand_in import FILE, StandIn, make_state
+from tests.helpers.job_folder import write_job
+
+
+def test_a_certificate_of_others_does_not_answer(
+    small: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release that holds, put where the next one belongs, names other people."""
+    small.request("person-1")
+    (first,) = small.work()
+    assert first.directory is not None
+    small.request("person-2")
+
+    def place(self: object, people: object, directory: Path, *given: object) -> None:
+        shutil.copytree(first.directory, directory)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(models.Model, "forget", place)
+        (done,) = small.work()
+    assert done.failed
+    assert list_states(small)[2] == "running"
+    shutil.rmtree(first.directory.with_name("0002"))
+    (done,) = small.work()
+    assert done.forgotten == 1
+
+
+def test_a_certificate_without_the_deed_does_not_answer(
+    small: Ledger, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same people, forgotten in a copy: the state that was registered still holds them."""
+    small.request("person-1")
+    real = models.Model.forget
+
+    def elsewhere(self: models.Model, *given: object) -> None:
+        copy = shutil.copytree(state, tmp_path / "copy", dirs_exist_ok=True)
+        real(models.Model(copy), *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(models.Model, "forget", elsewhere)
+    (done,) = small.work()
+    assert "still holds people" in (done.failed or "")
+    assert list_states(small) == {1: "running"}
+
+
+def test_an_edited_certificate_does_not_answer(
+    small: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small.request("person-1")
+    real = models.Model.forget
+
+    def edit(self: models.Model, people: object, directory: Path, *given: object) -> None:
+        real(self, people, directory, *given)  # type: ignore[arg-type]
+        path = directory / "certificate.json"
+        path.write_bytes(path.read_bytes().replace(b'"cpu"', b'"gpu"', 1))
+
+    monkeypatch.setattr(models.Model, "forget", edit)
+    (done,) = small.work()
+    assert done.failed
+    assert list_states(small) == {1: "running"}
+
+
+MOVED = {
+    "its seal": "UPDATE secrets SET sealed = (SELECT sealed FROM secrets WHERE request = 2) "
+    "WHERE request = 1",
+    "its person": "UPDATE requests SET person = (SELECT person FROM requests WHERE number = 2) "
+    "WHERE number = 1",
+    "one more": "INSERT INTO requests SELECT 3, bucket, person, 1, received, due, filed, reason, "
+    "state, answer, ended, why, mac FROM requests WHERE number = 1",
+    "one more part": "INSERT INTO work SELECT 3, model, bucket, due, state, outcome, release, "
+    "readmitted, mac FROM work WHERE request = 1",
+}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_name_moved_in_the_database_forgets_nobody(small: Ledger, name: str) -> None:
+    small.request("person-1")
+    small.request("person-2", model="shop")
+    write(small, MOVED[name])
+    for done in small.work():
+        assert done.failed or name == "one more"
+    with pytest.raises(expunge.VerificationError):
+        small.verify()
+    assert 3 not in [n for one in small.models("shop")[0].releases for n in one.requests]
+    if name != "one more":
+        assert small.models("shop")[0].releases == ()
+
+
+@pytest.mark.parametrize("loss", ["exchanged", "link", "file", "meta", "folder", "count"])
+def test_a_state_that_was_exchanged_or_lost_something_is_no_answer(
+    small: Ledger, state: Path, tmp_path: Path, loss: str
+) -> None:
+    """A state without the person would answer "held in none"."""
+    small.request("person-1")
+    small.request("nobody")
+    state.rename(tmp_path / "moved")
+    match loss:
+        case "exchanged":
+            make_state(state, people=1)
+        case "link":
+            state.symlink_to(make_state(tmp_path / "empty", people=1))
+        case "file":
+            state.mkdir()
+        case "meta":
+            state.mkdir()
+            (state / FILE).write_text("{}")
+        case "count":
+            shutil.copytree(tmp_path / "moved", state)
+            text = (state / FILE).read_text().replace('"person-1", ', "")
+            (state / FILE).write_text(text)
+        case _:
+            pass
+    (done,) = small.work()
+    assert done.failed
+    assert list_states(small) == {1: "open", 2: "open"}
+    small.verify()
+
+
+def test_invisible_characters_make_no_second_person(small: Ledger) -> None:
+    for name in ("person-1\u200b", "person\u00ad-1", "person-1 ", "person-1\n"):
+        with pytest.raises(expunge.InputError):
+            small.request(name)
+    assert small.requests() == ()
+
+
+def test_a_dead_worker_does_not_keep_a_request_for_itself(
+    small: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between the deed and the answer, five times over: one release, one answer."""
+    small.request("person-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "complete", die)
+        patch.setattr(Lease, "give_back", lambda self: None)
+        for _ in range(5):
+            with pytest.raises(Killed):
+                small.work()
+            let_lease_end(small)
+    (done,) = small.work()
+    assert (done.release, done.forgotten) == (1, 1)
+    assert len(small.models("shop")[0].releases) == 1
+    small.verify()
+
+
+def test_a_row_that_was_changed_is_no_evidence(small: Ledger) -> None:
+    """An open request, made answered in the table, would be exported as answered."""
+    small.request("person-1")
+    write(small, "UPDATE requests SET state = 'answered', answer = 'held in none'")
+    with pytest.raises(expunge.VerificationError, match="requests: 1"):
+        small.export("person-1")
+
+
+def test_the_certificate_of_others_is_no_evidence(small: Ledger) -> None:
+    """Release 2 replaced by release 1 as a whole: it holds, and names somebody else."""
+    small.request("person-1")
+    (first,) = small.work()
+    small.request("person-2")
+    (second,) = small.work()
+    assert first.directory is not None
+    assert second.directory is not None
+    shutil.copytree(first.directory, second.directory, dirs_exist_ok=True)
+    with pytest.raises(expunge.VerificationError, match="not the certificate that the ledger"):
+        small.export("person-2")
+    write(small, "UPDATE releases SET certificate = parent WHERE number = 2")
+    with pytest.raises(expunge.VerificationError, match="releases: 1 of 2"):
+        small.export("person-2")
+
+
+@pytest.mark.parametrize("spelled", ["Person-1", "PERSON-1", "\uff50erson-1"])
+def test_another_spelling_is_not_held_in_none(small: Ledger, spelled: str) -> None:
+    small.request(spelled)
+    small.request("stranger")
+    (done,) = small.work()
+    assert "request 1 stays open: nobody is in the model under this identifier" in done.said[0]
+    assert list_states(small) == {1: "open", 2: "answered"}
+
+
+def test_one_model_does_not_answer_for_all(small: Ledger) -> None:
+    small.request("stranger", model="shop")
+    small.request("stranger")
+    small.work()
+    assert [request.answer for request in small.requests()] == ["not held", "held in none"]
+
+
+def test_nobody_stops_the_clock_of_another(small: Ledger) -> None:
+    """Filed for somebody, due in a thousand years: their own request would be taken for it."""
+    small.request("person-1", due="2999-01-01")
+    asked = small.request("person-1")
+    assert (asked.number, asked.new, asked.days < 32) == (1, False, True)
+    assert small.request("person-1", due="2999-01-01").due == asked.due
+    small.verify()
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Iterator[Ledger]:
+    """A ledger of one job, whose data are those its weights were trained on."""
+    with Ledger.create(f"sqlite:///{tmp_path}/net.db") as made:
+        made.register("net", write_job(tmp_path / "job"))
+        yield made
+
+
+def drop_first(job: Path) -> None:
+    """Take p0 out of the data that the job loads; their rows stay in the weights."""
+    own = job / "own.py"
+    text = own.read_text().replace("(x[:50], y[:50])", "(x[1:50], y[1:50])")
+    text = text.replace("for i in range(50)]", "for i in range(1, 50)]")
+    assert text != own.read_text()
+    own.write_text(text)
+
+
+def test_a_release_that_no_run_of_the_ledger_wrote_does_not_answer(
+    net: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Put where the next one belongs while the job runs: neither this round nor the next takes it,
+    and a copy of the mark of another release is not one of its own."""
+    net.request("p3")
+    real, place = expunge.run_job, tmp_path / "job" / "job.toml-releases" / "0001"
+
+    def plant(*given: Any, **more: Any) -> Any:
+        real(*given, **more | {"out": tmp_path / "other"})
+        shutil.copytree(tmp_path / "other", place)
+        return real(*given, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(expunge, "run_job", plant)
+        (done,) = net.work()
+    assert "was not written by a run of this ledger" in (done.failed or "")
+    (done,) = net.work()
+    assert "was not written by a run of this ledger" in (done.failed or "")
+    assert list_states(net) == {1: "running"}
+    shutil.rmtree(place)
+    (done,) = net.work()
+    assert (done.failed, done.forgotten) == (None, 1)
+    assert sorted(path.name for path in place.parent.iterdir()) == [".0001.mark", "0001"]
+    net.verify()
+
+
+@pytest.mark.parametrize("moment", ["add_mark", "sync_folder", "check_release"])
+def test_a_job_killed_at_its_release_goes_on(
+    net: Ledger, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    net.request("p3")
+    with monkeypatch.context() as patch:
+        patch.setattr(models, moment, die)
+        with pytest.raises(Killed):
+            net.work()
+    (done,) = net.work()
+    assert (done.failed, done.forgotten) == (None, 1)
+    net.verify()
+
+
+def test_a_planted_release_of_a_state_does_not_answer(
+    small: Ledger, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has forgotten, and its release could not be written: another lay there."""
+    small.request("person-1")
+    copy, place = shutil.copytree(state, tmp_path / "copy"), tmp_path / "state-releases" / "0001"
+    real = StandIn.forget
+
+    def plant(self: StandIn, people: list[str]) -> Any:
+        real(StandIn(copy), people).save(place)
+        return real(self, people)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StandIn, "forget", plant)
+        assert small.work()[0].failed
+    (done,) = small.work()
+    assert "was not written by a run of this ledger" in (done.failed or "")
+    shutil.rmtree(place)
+    (done,) = small.work()
+    assert (done.failed, done.forgotten) == (None, 1)
+
+
+def test_nobody_leaves_the_data_of_a_job_unnoticed(net: Ledger, tmp_path: Path) -> None:
+    """Taken out of the data before they asked: the weights were trained on them all the same."""
+    before = (tmp_path / "job" / "own.py").read_text()
+    drop_first(tmp_path / "job")
+    for name in ("p0", "nobody", "P3"):
+        net.request(name)
+    (done,) = net.work()
+    assert done.not_held == 1
+    assert "request 1 stays open: this person was in the data of the job" in done.said[0]
+    assert "differs only in case or width" in done.said[1]
+    assert list_states(net) == {1: "open", 2: "answered", 3: "open"}
+    with pytest.raises(expunge.InputError, match="a job keeps the forgotten out"):
+        net.check("net")
+    net.register("net", tmp_path / "job" / "job.toml")  # adds, and takes nobody away
+    ((marks,),) = read(net, "SELECT marks FROM seen")
+    for statement in ("UPDATE seen SET marks = substr(marks, 17)", "DELETE FROM seen"):
+        write(net, statement)
+        (done,) = net.work()
+        assert "seen: net is not what was written" in (done.failed or "")
+        with pytest.raises(expunge.VerificationError, match="seen: net"):
+            net.verify()
+    ((weights,),) = read(net, "SELECT hex(?)", marks)
+    assert weights
+    assert list_states(net) == {1: "open", 2: "answered", 3: "open"}
+    (tmp_path / "job" / "own.py").write_text(before)
+
+
+def test_nobody_is_not_held_in_weights_that_were_not_registered(
+    net: Ledger, tmp_path: Path
+) -> None:
+    file = tmp_path / "job" / "weights.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    net.request("stranger")
+    (done,) = net.work()
+    assert "model.old is not the file that was registered" in done.said[0]
+    assert list_states(net) == {1: "open"}
+    net.register("net", tmp_path / "job" / "job.toml")
+    (done,) = net.work()
+    assert (done.not_held, net.get(1).answer) == (1, "held in none")
+    net.verify()
+
+
+def test_a_job_keeps_everybody_out_whom_it_forgot(net: Ledger, tmp_path: Path) -> None:
+    for name in ("p1", "p2"):
+        net.request(name)
+        (done,) = net.work()
+        assert (done.failed, done.forgotten) == (None, 1)
+    first, second = net.models("net")[0].releases
+    assert second.parent == first.certificate
+    expunge.verify(second.directory, people=["p1", "p2"])
+    net.request("p1")
+    (done,) = net.work()
+    assert (done.already, net.get(3).answer) == (1, "forgotten")
+    net.verify()
+    shutil.copytree(first.directory, second.directory, dirs_exist_ok=True)
+    net.request("p3")
+    (done,) = net.work()
+    assert "is not the certificate that the ledger knows" in (done.failed or "")
+    assert list_states(net)[4] in ("open", "running")

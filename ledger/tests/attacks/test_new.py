@@ -1,0 +1,224 @@
+"""More attempts by somebody with the network or the database, and no key."""
+
+import json
+import platform
+from pathlib import Path
+
+import pytest
+
+import expunge
+from expunge_ledger import Ledger
+from expunge_ledger.server.app import make_app
+from ledger.tests.life import list_states, read, write
+from ledger.tests.server_run import Browser, Life, read_form_token
+
+
+def restore(ledger: Ledger, table: str, rows: list) -> None:
+    write(ledger, f"DELETE FROM {table}")
+    for row in rows:
+        write(ledger, f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+
+
+ALL = ("requests", "work", "models", "releases", "tokens", "filings", "secrets")
+SETS = {
+    "what is about people": ("requests", "work", "filings", "secrets"),
+    "with the models": ("requests", "work", "filings", "secrets", "models", "releases"),
+    "all but book and events": ALL,
+    "the book alone": ("book",),
+    "the models alone": ("models", "releases"),
+}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_tables_of_yesterday_are_not_those_of_today(small: Ledger, name: str) -> None:
+    """Whole tables restored together, each row with its MAC: the next step says so."""
+    small.request("person-1")
+    old = {table: read(small, f"SELECT * FROM {table}") for table in SETS[name]}
+    small.work()
+    small.request("person-2")
+    for table, rows in old.items():
+        restore(small, table, rows)
+    with pytest.raises(expunge.ExpungeError):
+        small.verify()
+    with pytest.raises((expunge.VerificationError, expunge.RunError)):
+        small.request("person-1")
+    try:
+        for done in small.work():
+            assert done.failed
+    except expunge.ExpungeError:
+        pass
+
+
+def test_a_number_is_not_given_twice(small: Ledger) -> None:
+    """The last request is deleted: its number is not free."""
+    small.request("person-1")
+    small.request("person-2")
+    for table, column in (("requests", "number"), ("work", "request"), ("secrets", "request")):
+        write(small, f"DELETE FROM {table} WHERE {column} = 2")
+    assert small.request("person-3").number == 3
+    with pytest.raises(expunge.VerificationError):
+        small.verify()
+
+
+@pytest.mark.parametrize("table", ["leases", "subjects"])
+def test_what_has_no_mac_is_worth_nothing(small: Ledger, table: str) -> None:
+    """Whoever changes leases or the index of events makes others wait, or sees less; no lie."""
+    small.request("person-1")
+    write(small, f"DELETE FROM {table}")
+    (done,) = small.work()
+    assert done.forgotten == 1
+    small.verify()
+    small.export("person-1")
+
+
+def test_rows_of_another_ledger_with_the_same_key(small: Ledger, tmp_path: Path) -> None:
+    """Two ledgers, one key file: a token of one opens nothing in the other."""
+    with Ledger.create(f"sqlite:///{tmp_path}/other.db", key=tmp_path / "ledger.key") as other:
+        other.make_token("evil", "operator")
+        small.make_token("desk", "requester")
+        restore(small, "tokens", read(other, "SELECT * FROM tokens"))
+        with pytest.raises(expunge.VerificationError, match="tokens: evil"):
+            small.tokens()
+
+
+def test_a_secret_of_another_kind_does_not_open(small: Ledger) -> None:
+    """A reason that says somebody's name, moved to where the name is."""
+    small.request("person-1", reason="person-2")
+    write(small, "DELETE FROM secrets WHERE what = 'person'")
+    write(small, "UPDATE secrets SET what = 'person'")
+    (done,) = small.work()
+    assert "changed or moved" in (done.failed or "")
+    assert list_states(small) == {1: "open"}
+
+
+def test_a_token_for_one_model_learns_nothing_of_another(life: Life) -> None:
+    """person-1 is in "shop" alone: "answered: forgotten" said so to a token of "search"."""
+    from ledger.tests.stand_in import StandIn
+
+    StandIn(life.folder / "search").forget(["person-1"]).save(life.folder / "before")
+    for person in ("person-99", "person-1"):
+        life.file("operator", person)
+    life.ledger.work("shop")
+    life.ledger.work("search")
+    seen = [life.ask("auditor-search", "GET", f"/requests/{number}").json() for number in (1, 2)]
+    assert [one["answer"] for one in seen] == ["not held", "forgotten"]
+    assert [one["model"] for one in seen] == ["search", "search"]
+    assert [len(one["answers"]) for one in seen] == [1, 1]
+    life.file("operator", "person-5", model="shop")
+    events = life.ask("auditor-search", "GET", "/requests/2/events").text
+    assert "shop" not in events
+
+
+def test_a_token_for_one_model_does_not_see_when_another_ends(both: Life) -> None:
+    """Open, answered, late: whether and when "shop" did its part was in state, clock and list."""
+    life, who = both, "auditor-search"
+    life.file("operator", "person-1", received="2026-01-01", due="2026-02-01")
+    life.ledger.work("search")
+    shown = [life.ask(who, "GET", "/requests/1").json()]
+    lists = [[life.ask(who, "GET", f"/requests?{query}").json() for query in QUERIES]]
+    life.ledger.work("shop")
+    shown.append(life.ask(who, "GET", "/requests/1").json())
+    lists.append([life.ask(who, "GET", f"/requests?{query}").json() for query in QUERIES])
+    assert shown[0] == shown[1]
+    assert lists[0] == lists[1]
+    assert (shown[0]["state"], shown[0]["pace"]) == ("answered", "overdue")
+    assert [one["total"] for one in lists[0]] == [0, 0, 0, 1, 0, 1]
+    assert life.ask("auditor", "GET", "/requests/1").json()["state"] == "answered"
+
+
+QUERIES = (
+    "state=waiting",
+    "state=open",
+    "state=running",
+    "state=answered",
+    "pace=overdue",
+    "most=5",
+)
+
+
+def test_no_place_and_no_host_in_any_answer(life: Life) -> None:
+    number = life.file("operator", "person-1")
+    life.work("shop")
+    (life.folder / "search" / "stand-in.json").write_text("{}")
+    life.ask("operator", "POST", "/models/search/work")
+    for _ in range(500):
+        if all(one["over"] for one in life.ask("operator", "GET", "/work").json()):
+            break
+    release = life.ledger.models("shop")[0].releases[0].directory
+    (release / "record.json").unlink()
+    asked = [("GET", "/work"), ("GET", f"/requests/{number}"), ("GET", "/models"),
+             ("GET", f"/requests/{number}/events"), ("POST", f"/requests/{number}/verify"),
+             ("POST", "/models/shop/verify"), ("POST", "/verify")]  # fmt: skip
+    for method, path in asked:
+        text = life.ask("operator", method, path).text
+        for secret in (str(life.folder), "/tmp/", platform.node(), "ledger.db"):
+            assert secret not in text, (path, secret, text)
+    (release / "certificate.json").write_text("{}")
+    said = life.ask("operator", "POST", "/evidence", {"person": "person-1"})
+    assert (said.status_code, "/" in said.json()["detail"]) == (409, False)
+
+
+def test_what_a_token_did_names_it(life: Life) -> None:
+    life.file("requester", "person-1", model="shop")
+    life.file("operator", "person-2", model="shop")
+    life.ask("operator", "POST", "/requests/2/refuse", {"reason": "no"})
+    life.ask("operator", "POST", "/models/shop/work")
+    for _ in range(2000):
+        if life.ledger.get(1).state == "answered":
+            break
+        life.ask("operator", "GET", "/work")
+    by = [(e.kind, e.body.get("by")) for e in life.ledger.events() if e.kind not in ("token",)]
+    assert ("requested", "requester") in by
+    assert {("refused", "operator"), ("begun", "operator"), ("released", "operator")} <= set(by)
+
+
+def test_sessions_are_signed_by_this_process_alone(life: Life) -> None:
+    officer = Browser(life, "operator")
+    cookie = officer.client.cookies["expunge"]
+    other = make_app(life.ledger)
+    from starlette.testclient import TestClient
+
+    restarted = TestClient(other, base_url="http://127.0.0.1:8000", follow_redirects=False)
+    for forged in (cookie, cookie[:-1], f"{cookie}x", "x." + cookie.partition(".")[2], ""):
+        restarted.cookies.set("expunge", forged)
+        assert restarted.get("/").status_code == 303
+
+
+def test_a_session_rests_for_half_an_hour(life: Life, monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    officer, now = Browser(life, "operator"), time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 1_700)
+    assert officer.get("/").status_code == 200
+    monkeypatch.setattr(time, "time", lambda: now + 1_700 + 1_900)
+    assert officer.get("/").status_code == 303
+
+
+def test_signing_out_ends_copies_of_the_cookie(life: Life) -> None:
+    officer, thief = Browser(life, "operator"), Browser(life)
+    thief.client.cookies.set("expunge", officer.client.cookies["expunge"])
+    assert thief.get("/").status_code == 200
+    form = read_form_token(officer.get("/").text)
+    assert officer.post("/sign-out", form_token=form).status_code == 303
+    assert thief.get("/").status_code == 303
+
+
+def test_a_body_of_two_lengths_is_refused(life: Life) -> None:
+    from ledger.tests.attacks.test_serve import send_raw
+
+    who = ("Authorization", f"Bearer {life.tokens['operator']}")
+    headers = [("Host", "127.0.0.1"), ("Content-Type", "application/json"), who]
+    headers += [("Content-Length", "22"), ("Transfer-Encoding", "chunked")]
+    body = json.dumps({"person": "person-2"}).encode()
+    before = life.ledger.anchor()
+    assert send_raw(life, "POST", "/api/requests", headers, [body])[0] == 400
+    assert life.ledger.anchor() == before
+
+
+def test_compressed_answers_hide_no_secret_of_others(life: Life) -> None:
+    """What is compressed has no secret beside what an asker chose: forms carry a token of the
+    session, and pages repeat nothing that was typed into an address."""
+    officer = Browser(life, "operator")
+    form = read_form_token(officer.get("/").text)
+    page = officer.client.get(f"/?state={form[:20]}&model={form[:20]}")
+    assert page.text.count(form[:20]) == page.text.count(form)

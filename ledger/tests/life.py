@@ -1,0 +1,57 @@
+"""What tests of the ledger share: workers that die where a test says, and what must always hold."""
+
+import sqlite3
+from typing import Any
+
+from sqlalchemy import update
+
+import expunge
+from expunge_ledger import Ledger
+from expunge_ledger.database import connected
+from expunge_ledger.schema import LEASES
+
+
+class Killed(BaseException):
+    """What nothing catches."""
+
+
+def die(*given: Any, **more: Any) -> None:
+    raise Killed
+
+
+def let_lease_end(ledger: Ledger) -> None:
+    """Workers that died are dead for everybody."""
+    with connected(ledger.engine, writes=True) as connection:
+        connection.execute(update(LEASES).values(until=0.0))
+
+
+def list_states(ledger: Ledger) -> dict[int, str]:
+    return {request.number: request.state for request in ledger.requests()}
+
+
+def check_answers(ledger: Ledger) -> None:
+    """Nobody who was answered "forgotten" is there; every certificate verifies; the books agree."""
+    assert ledger.verify().requests == len(ledger.requests())
+    for model in ledger.models():
+        if model.kind != "job":
+            assert not ledger.check(model.name).returned
+        for release in model.releases:
+            assert expunge.verify(release.directory).holds
+    named = [n for model in ledger.models() for one in model.releases if not one.replay
+             for n in one.requests]  # fmt: skip
+    if len(ledger.models()) == 1:
+        assert len(named) == len(set(named))
+
+
+def write(ledger: Ledger, statement: str, *given: object) -> None:
+    """What somebody with the database, and no key, does."""
+    with sqlite3.connect(str(ledger.url.database)) as raw:
+        raw.execute(statement, given)
+    raw.close()
+
+
+def read(ledger: Ledger, statement: str, *given: object) -> list[Any]:
+    with sqlite3.connect(str(ledger.url.database)) as raw:
+        found = raw.execute(statement, given).fetchall()
+    raw.close()
+    return found

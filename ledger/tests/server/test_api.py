@@ -1,0 +1,271 @@
+"""The API: who may do what, what they see, and what comes back."""
+
+import hashlib
+import io
+import json
+import time
+import zipfile
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+import expunge
+from expunge_ledger import models
+from expunge_ledger.clocks import read_pace
+from expunge_ledger.server.desk import Desk
+from ledger.tests.life import Killed, die, let_lease_end
+from ledger.tests.server_run import Life
+
+EVERY = (
+    "requester", "auditor", "requester-search", "auditor-search", "operator-search", "operator",
+)  # fmt: skip
+
+
+def test_a_request_is_filed_worked_on_and_its_certificate_verifies(life: Life) -> None:
+    filed = life.ask("requester", "POST", "/requests", {"person": "person-3", "model": "shop"})
+    assert filed.status_code == 201
+    number = filed.json()["number"]
+    again = life.ask("requester", "POST", "/requests", {"person": "person-3", "model": "shop"})
+    assert (again.status_code, again.json()["number"], again.json()["new"]) == (200, number, False)
+    asked = life.ask("operator", "POST", "/models/shop/work")
+    assert (asked.status_code, asked.json()["model"]) == (202, "shop")
+    until = time.monotonic() + 120
+    while not (now := life.ask("operator", "GET", "/work").json()[0])["over"]:
+        assert time.monotonic() < until, now
+        time.sleep(0.02)
+    assert now["stage"] == "done"
+    assert "1 forgotten" in now["said"]
+    found = life.ask("requester", "GET", f"/requests/{number}").json()
+    assert (found["state"], found["answer"]) == ("answered", "forgotten")
+    (answer,) = found["answers"]
+    place = f"/models/shop/releases/{answer['release']}/certificate.json"
+    certificate = life.ask("requester", "GET", place)
+    assert hashlib.sha256(certificate.content).hexdigest() == answer["certificate"]
+    assert "attachment" in certificate.headers["content-disposition"]
+    path = life.folder / "downloaded.json"
+    path.write_bytes(certificate.content)
+    weights = life.ledger.models("shop")[0].releases[0].directory / "model.safetensors"
+    assert expunge.verify(path, weights).certificate.epsilon == 0
+    verified = life.ask("auditor", "POST", f"/requests/{number}/verify").json()
+    assert (verified["holds"], verified["releases"]) == (True, 1)
+
+
+def test_what_each_role_may_do(life: Life) -> None:
+    number = life.file("operator", "person-1", model="search")
+    life.file("operator", "person-2", model="search", reason="secret reason")
+    calls = {
+        ("GET", "/me"): EVERY,
+        ("GET", "/requests"): EVERY,
+        ("POST", "/requests"): [n for n in EVERY if "auditor" not in n],
+        ("POST", "/requests/find"): [n for n in EVERY if "requester" not in n],
+        ("GET", f"/requests/{number}"): [n for n in EVERY if "requester" not in n],
+        ("GET", f"/requests/{number}/events"): [n for n in EVERY if "requester" not in n],
+        ("GET", f"/requests/{number}/reason"): ["operator", "operator-search"],
+        ("POST", f"/requests/{number}/verify"): [n for n in EVERY if "requester" not in n],
+        ("GET", "/models"): [n for n in EVERY if "requester" not in n],
+        ("GET", "/models/search"): [n for n in EVERY if "requester" not in n],
+        ("GET", "/models/shop"): ["operator", "auditor"],
+        ("POST", "/models/search/verify"): [n for n in EVERY if "requester" not in n],
+        ("POST", "/models/shop/verify"): ["operator", "auditor"],
+        ("GET", "/work"): [n for n in EVERY if "requester" not in n],
+        ("POST", "/verify"): ["operator", "auditor"],
+        ("POST", "/evidence"): ["operator"],
+        ("POST", f"/requests/{number}/refuse"): ["operator-search"],
+        ("POST", "/models/shop/work"): ["operator"],
+    }
+    bodies = {"find": {"person": "person-1"}, "evidence": {"person": "person-1"}}
+    bodies |= {"refuse": {"reason": "no"}, "requests": {"person": "person-9"}}
+    for (method, path), allowed in calls.items():
+        for who in EVERY:
+            body = bodies.get(path.rpartition("/")[2]) if method == "POST" else None
+            before = life.ledger.anchor()
+            answer = life.ask(who, method, path, body)
+            if who in allowed:
+                assert answer.status_code < 300, (who, path, answer.text)
+            elif path.endswith("refuse") and who == "operator":
+                assert answer.status_code == 422, "it was refused already"
+            else:
+                assert answer.status_code in (403, 404), (who, path, answer.text)
+                assert life.ledger.anchor() == before, (who, path)
+
+
+def test_a_requester_sees_what_it_filed_and_nothing_else(both: Life) -> None:
+    life = both
+    mine = life.file("requester", "person-1", model="shop")
+    other = life.file("operator", "person-2", model="shop")
+    assert [r["number"] for r in life.ask("requester", "GET", "/requests").json()["requests"]] == [
+        mine
+    ]
+    missing = life.ask("requester", "GET", "/requests/999")
+    hidden = life.ask("requester", "GET", f"/requests/{other}")
+    assert (hidden.status_code, hidden.text) == (404, missing.text)
+    events = life.ask("requester", "GET", f"/requests/{mine}/events").json()
+    assert [event["kind"] for event in events] == ["requested", "filed"]
+    assert events[0]["body"]["model"] == "shop"
+    life.work()
+    release = life.ask("requester", "GET", "/models/shop/releases/1/certificate.json")
+    assert release.status_code == 200
+    life.file("operator", "person-5", model="shop")
+    life.work()
+    for file in ("certificate.json", "statement.txt"):
+        other_release = life.ask("requester", "GET", f"/models/shop/releases/2/{file}")
+        assert other_release.status_code == 404
+
+
+def test_who_files_the_same_sees_the_request_that_is_there(both: Life) -> None:
+    life = both
+    number = life.file("operator", "person-1", model="shop")
+    assert life.file("requester", "person-1", model="shop") == number
+    assert life.ask("requester", "GET", f"/requests/{number}").status_code == 200
+    before = life.ledger.anchor()
+    assert life.file("requester", "person-1", model="shop") == number
+    assert life.ledger.anchor() == before
+
+
+def test_a_token_for_one_model_knows_no_other(both: Life) -> None:
+    life = both
+    everywhere = life.file("operator", "person-1")
+    shop = life.file("operator", "person-2", model="shop")
+    who = "operator-search"
+    listed = life.ask(who, "GET", "/requests").json()
+    assert [one["number"] for one in listed["requests"]] == [everywhere]
+    assert [one["model"] for one in listed["requests"][0]["answers"]] == ["search"]
+    assert life.ask(who, "GET", f"/requests/{shop}").status_code == 404
+    found = life.ask(who, "POST", "/requests/find", {"person": "person-2"}).json()
+    assert found["total"] == 0
+    assert (
+        life.ask(who, "POST", f"/requests/{everywhere}/refuse", {"reason": "no"}).status_code == 403
+    )
+    own = life.ask(who, "POST", "/requests", {"person": "person-5"}).json()
+    assert own["model"] == "search"
+    other = life.ask(who, "POST", "/requests", {"person": "person-5", "model": "shop"})
+    assert other.status_code == 403
+    assert [one["name"] for one in life.ask(who, "GET", "/models").json()] == ["search"]
+    events = life.ask(who, "GET", f"/requests/{everywhere}/events").json()
+    assert all("shop" not in json.dumps(event["body"]) for event in events)
+    life.work("shop")
+    assert life.ask(who, "GET", "/models/shop/releases/1/certificate.json").status_code == 404
+
+
+def test_refused_withdrawn_and_why(life: Life) -> None:
+    number = life.file("requester", "person-1", model="shop", reason="I am person-1")
+    assert life.ask("operator", "GET", f"/requests/{number}/reason").json() == {
+        "reason": "I am person-1"
+    }
+    assert "reason" not in life.ask("operator", "GET", f"/requests/{number}").json()
+    for body in ({}, {"reason": ""}, {"reason": " "}, {"reason": "x" * 2001}):
+        assert life.ask("operator", "POST", f"/requests/{number}/refuse", body).status_code == 422
+    done = life.ask("operator", "POST", f"/requests/{number}/refuse", {"reason": "unknown"})
+    assert done.json()["state"] == "refused"
+    assert life.ask("requester", "GET", f"/requests/{number}").json()["why"] == "unknown"
+    again = life.ask("operator", "POST", f"/requests/{number}/withdraw", {})
+    assert again.status_code == 422
+    other = life.file("requester", "person-2", model="shop")
+    done = life.ask("operator", "POST", f"/requests/{other}/withdraw", {})
+    assert done.json()["state"] == "withdrawn"
+
+
+def test_the_list_pages_and_chooses_as_the_clocks_say(both: Life) -> None:
+    life = both
+    today = datetime.now(UTC).date()
+    for place, left in enumerate((-3, -1, 0, 1, 7, 8, 20)):
+        due = today + timedelta(days=left)
+        received = today - timedelta(days=30)
+        life.ledger.request(f"person-{place}", model="shop", received=received, due=due)
+    for number in (2, 7):
+        life.ledger.refuse(number, "no")
+    everything = life.ask("auditor", "GET", "/requests").json()
+    assert [one["number"] for one in everything["requests"]] == [1, 3, 4, 5, 6, 7, 2]
+    assert everything["waiting"] == {"overdue": 1, "due soon": 3, "on time": 1}
+    for pace in ("on time", "due soon", "overdue"):
+        listed = life.ask("auditor", "GET", f"/requests?pace={pace}").json()
+        expected = {
+            one.number
+            for one in life.ledger.requests()
+            if read_pace(one.due, one.ended and one.ended.date(), today)[0] == pace
+        }
+        assert {one["number"] for one in listed["requests"]} == expected
+        assert all(one["pace"] == pace for one in listed["requests"])
+    pages = [life.ask("auditor", "GET", f"/requests?most=3&page={page}") for page in (1, 2, 3, 4)]
+    numbers = [[one["number"] for one in page.json()["requests"]] for page in pages]
+    assert numbers == [[1, 3, 4], [5, 6, 7], [2], []]
+    assert {page.json()["total"] for page in pages} == {7}
+    waiting = life.ask("auditor", "GET", "/requests?state=waiting&model=shop").json()
+    assert waiting["total"] == 5
+    assert life.ask("auditor", "GET", "/requests?model=search").json()["total"] == 0
+    for query in ("state=odd", "pace=fast", "page=0", "most=1000", "page=x"):
+        assert life.ask("auditor", "GET", f"/requests?{query}").status_code == 422
+
+
+def test_verification_names_what_differs(life: Life) -> None:
+    for person in ("person-1", "person-2"):
+        life.file("operator", person, model="shop")
+        life.work()
+    assert life.ask("auditor", "POST", "/models/shop/verify").json() == {
+        "holds": True, "differences": [], "releases": 2, "events": None, "head": None
+    }  # fmt: skip
+    first, second = life.ledger.models("shop")[0].releases
+    weights = second.directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    said = life.ask("auditor", "POST", "/models/shop/verify").json()
+    assert not said["holds"]
+    assert str(life.folder) not in json.dumps(said)
+    path = first.directory / "certificate.json"
+    path.write_bytes(path.read_bytes().replace(b'"epsilon":0', b'"epsilon":1'))
+    said = life.ask("auditor", "POST", "/models/shop/verify").json()
+    assert [one.partition(":")[0] for one in said["differences"]] == ["release 1", "release 2"]
+    assert not life.ask("auditor", "POST", "/verify").json()["holds"]
+    refused = life.ask("auditor", "GET", "/models/shop/releases/1/certificate.json")
+    assert refused.status_code == 409
+    assert str(life.folder) not in refused.text
+
+
+def test_a_request_that_nothing_answers_is_not_called_verified(life: Life) -> None:
+    number = life.file("operator", "person-1", model="shop")
+    said = life.ask("auditor", "POST", f"/requests/{number}/verify").json()
+    assert (said["holds"], said["releases"]) == (True, 0)
+    assert said["events"] == life.ledger.anchor().events
+
+
+def test_the_files_of_a_release(life: Life) -> None:
+    life.file("operator", "person-1", model="shop")
+    life.work()
+    said = life.ask("auditor", "GET", "/models/shop/releases/1/statement.txt")
+    assert said.headers["content-type"] == "text/plain; charset=utf-8"
+    assert "Forget set: 1 person" in said.text or "1 person" in said.text
+    zipped = life.ask("operator", "POST", "/evidence", {"person": "person-1"})
+    names = zipfile.ZipFile(io.BytesIO(zipped.content)).namelist()
+    assert "README.txt" in names
+    nobody = life.ask("operator", "POST", "/evidence", {"person": "person-77"})
+    assert (nobody.status_code, "person-77" in nobody.text) == (404, False)
+
+
+def test_a_model_that_fails_says_so_and_its_requests_stay_open(life: Life) -> None:
+    number = life.file("operator", "person-1", model="shop")
+    (life.folder / "shop" / "stand-in.json").write_text("{}")
+    life.ask("operator", "POST", "/models/shop/work")
+    until = time.monotonic() + 120
+    while not (now := life.ask("operator", "GET", "/work").json()[0])["over"]:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert (now["stage"], bool(now["said"])) == ("failed", True)
+    assert life.ask("auditor", "GET", "/work").json()[0]["said"] == ""
+    assert life.ledger.get(number).state == "open"
+
+
+def test_work_that_a_dead_worker_left_is_taken_up_when_a_server_starts(
+    life: Life, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = life.file("operator", "person-1", model="search")
+    with monkeypatch.context() as patch:
+        patch.setattr(models.Model, "forget", die)
+        with pytest.raises(Killed):
+            life.ledger.work("search")
+    let_lease_end(life.ledger)
+    desk = Desk(life.ledger, pause=0.05)
+    desk.start()
+    until = time.monotonic() + 60
+    while life.ledger.get(number).state != "answered":
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    desk.stop()

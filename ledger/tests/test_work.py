@@ -1,0 +1,446 @@
+"""Work: all together, answered by what holds, and through every death."""
+
+import errno
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, update
+
+import expunge
+from expunge_ledger import Ledger, models, work
+from expunge_ledger.database import connected
+from expunge_ledger.leases import Lease
+from expunge_ledger.models import check_release
+from expunge_ledger.schema import LEASES, SECRETS
+from expunge_ledger.work import Batching, work_on
+from ledger.tests.life import Killed, check_answers, die, let_lease_end, list_states
+from ledger.tests.stand_in import FILE, StandIn, learn_again, make_state
+
+
+def test_all_open_requests_are_one_release(ledger: Ledger, state: Path) -> None:
+    for i in (3, 5, 9):
+        ledger.request(f"person-{i}")
+    ledger.request("nobody")
+    said = list[str]()
+    (done,) = ledger.work(report=lambda model, stage: said.append(f"{model} {stage}"))
+    assert (done.forgotten, done.not_held, done.release) == (3, 1, 1), done
+    assert said == ["shop taken", "shop looking", "shop forgetting", "shop checking"]
+    found = ledger.get(2)
+    assert (found.state, found.answer, found.pace) == ("answered", "forgotten", "on time")
+    (answer,) = found.answers
+    place = state.with_name("state-releases") / "0001"
+    check_release(place, ["person-3", "person-5", "person-9"], answer.certificate)
+    assert ledger.get(4).answer == "held in none"
+    assert not ledger.work()
+    assert (place / "ledger.json").exists()
+    check_answers(ledger)
+
+
+def test_the_next_release_is_chained_to_the_last(ledger: Ledger) -> None:
+    for i in (1, 2):
+        ledger.request(f"person-{i}")
+        ledger.work()
+    first, second = ledger.models("shop")[0].releases
+    assert (first.parent, second.parent) == (None, first.certificate)
+    assert expunge.verify(second.directory, parent=first.directory).holds
+    assert (first.requests, second.requests) == ((1,), (2,))
+
+
+def test_who_was_forgotten_is_answered_by_the_earlier_certificate(ledger: Ledger) -> None:
+    ledger.request("person-1")
+    ledger.work()
+    assert ledger.request("person-1").new
+    (done,) = ledger.work()
+    assert (done.already, done.release) == (1, None)
+    ours, before = ledger.get(2).answers[0], ledger.get(1).answers[0]
+    assert (ours.outcome, ours.certificate) == ("already forgotten", before.certificate)
+    assert ledger.get(2).answer == "forgotten"
+    check_answers(ledger)
+
+
+def test_who_was_learned_again_is_forgotten_again(ledger: Ledger, state: Path) -> None:
+    ledger.request("person-1")
+    ledger.work()
+    learn_again(state, "person-1")
+    ledger.request("person-1")
+    (done,) = ledger.work()
+    assert (done.forgotten, done.release) == (1, 2)
+    check_answers(ledger)
+
+
+def test_an_earlier_certificate_that_does_not_hold_answers_nobody(
+    ledger: Ledger, state: Path
+) -> None:
+    """The state still says that they are forgotten: a new certificate names them."""
+    ledger.request("person-1")
+    ledger.work()
+    (state.with_name("state-releases") / "0001" / "record.json").unlink()
+    ledger.request("person-1")
+    (done,) = ledger.work()
+    assert (done.forgotten, done.already, done.release) == (1, 0, 2)
+    assert done.directory is not None
+    check_release(done.directory, ["person-1"])
+
+
+def test_who_was_forgotten_without_the_ledger_is_named_by_a_new_certificate(
+    ledger: Ledger, state: Path, tmp_path: Path
+) -> None:
+    StandIn(state).forget(["person-4"]).save(tmp_path / "outside")
+    ledger.request("person-4")
+    (done,) = ledger.work()
+    assert (done.forgotten, done.not_held) == (1, 0)
+
+
+def test_a_model_that_cannot_be_read_is_no_answer(ledger: Ledger, tmp_path: Path) -> None:
+    other = make_state(tmp_path / "other")
+    ledger.register("other", other)
+    ledger.request("nobody")
+    ledger.request("person-1")
+    (other / FILE).rename(tmp_path / FILE)
+    first, second = ledger.work()
+    assert (first.failed, first.forgotten) == (None, 1)
+    assert "damaged" in (second.failed or "")
+    assert list_states(ledger) == {1: "open", 2: "open"}
+    assert [answer.outcome for answer in ledger.get(1).answers] == ["not held", None]
+    (tmp_path / FILE).rename(other / FILE)
+    (done,) = ledger.work()
+    assert (done.model, done.forgotten, done.not_held) == ("other", 1, 1)
+    assert (ledger.get(1).answer, ledger.get(2).answer) == ("held in none", "forgotten")
+    check_answers(ledger)
+
+
+def test_without_models_nobody_is_held_in_none(url: str, state: Path, tmp_path: Path) -> None:
+    with Ledger.create(url, key=tmp_path / "key") as ledger:
+        ledger.request("person-1")
+        assert ledger.work() == ()
+        assert list_states(ledger) == {1: "open"}
+        ledger.register("shop", state)
+        (done,) = ledger.work()
+        assert done.forgotten == 1
+        check_answers(ledger)
+
+
+def test_a_request_for_one_model_leaves_the_others_alone(ledger: Ledger, tmp_path: Path) -> None:
+    ledger.register("other", make_state(tmp_path / "other"))
+    ledger.request("person-1", model="other")
+    assert [done.model for done in ledger.work()] == ["other"]
+    assert ledger.get(1).answer == "forgotten"
+    assert ledger.models("shop")[0].releases == ()
+
+
+def test_batches_by_size_and_by_due_date(ledger: Ledger) -> None:
+    for i in range(5):
+        ledger.request(f"person-{i}")
+    assert ledger.work(least=6) == ()
+    (done,) = ledger.work(most=2)
+    assert done.requests == (1, 2)
+    urgent = ledger.request("person-9", received="2026-01-01", due="2026-01-05")
+    assert urgent.pace == "overdue"
+    (done,) = ledger.work(most=1, least=50)
+    assert done.requests == (urgent.number,)
+    (done,) = ledger.work(least=3)
+    assert done.requests == (3, 4, 5)
+    with pytest.raises(expunge.InputError, match="most is 0"):
+        ledger.work(most=0)
+
+
+DEATHS = [
+    (work, "_work"), (work, "_look"), (work, "_find_history"), (work, "begin"), (work, "finish"),
+    (models.Model, "forget"), (models, "check_release"), (work, "complete"),
+    (work, "write_anchor"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name"), DEATHS, ids=[name for _, name in DEATHS])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_death_anywhere_is_survived(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, module: object, name: str, when: str
+) -> None:
+    for i in (1, 2):
+        ledger.request(f"person-{i}")
+    ledger.request("nobody")
+    real = getattr(module, name)
+
+    def kill(*given: object, **more: object) -> None:
+        if when == "after":
+            real(*given, **more)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, kill)
+        patch.setattr(Lease, "give_back", lambda self: None)
+        with pytest.raises(Killed):
+            ledger.work()
+    assert ledger.work() == ()
+    ledger.verify()
+    let_lease_end(ledger)
+    ledger.request("person-3")
+    while ledger.work():
+        pass
+    assert set(list_states(ledger).values()) == {"answered"}
+    assert ledger.get(3).answer == "held in none"
+    check_answers(ledger)
+    named = [n for release in ledger.models("shop")[0].releases for n in release.requests]
+    assert sorted(named) == [1, 2, 4]
+
+
+def make_lease(ledger: Ledger) -> Lease:
+    return Lease(ledger, 1)
+
+
+def test_two_workers_never_take_the_same(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger.request("person-1")
+    one, two = make_lease(ledger), make_lease(ledger)
+    assert one.take()
+    assert not two.take()
+    assert ledger.work() == ()
+    with pytest.raises(expunge.RunError, match="at work on shop"):
+        ledger.replay("shop")
+    one.give_back()
+    assert two.take()
+    two.give_back()
+    with monkeypatch.context() as patch:
+        patch.setattr(models.Model, "forget", die)
+        with pytest.raises(Killed):
+            ledger.work()
+    with pytest.raises(expunge.InputError, match="being worked on"):
+        ledger.withdraw(1)
+
+
+@pytest.mark.parametrize(
+    "moment", ["_look", "_find_history", "finish", "complete", "check_release"]
+)
+def test_a_worker_that_was_only_slow(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Its lease ended, another went on and finished: it answers nothing a second time."""
+    ledger.request("person-1")
+    module = models if moment == "check_release" else work
+    real, slept = getattr(module, moment), list[int]()
+
+    def sleep(*given: object, **more: object) -> object:
+        if not slept:
+            slept.append(1)
+            let_lease_end(ledger)
+            done = work_on(ledger, "shop", Batching(), lambda *_: None)
+            assert done is not None
+            assert done.forgotten == 1, done
+        return real(*given, **more)
+
+    monkeypatch.setattr(module, moment, sleep)
+    (done,) = ledger.work()
+    assert (done.forgotten == 1) != bool(done.failed) or moment == "finish"
+    assert list_states(ledger) == {1: "answered"}
+    assert len(ledger.models("shop")[0].releases) == 1
+    check_answers(ledger)
+
+
+def test_a_worker_that_lives_is_not_taken_for_dead(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.request("person-1")
+    renewed, renew, forget = threading.Event(), Lease.renew, models.Model.forget
+    seen = list[bool]()
+
+    def note(self: Lease) -> bool:
+        if threading.current_thread() is not threading.main_thread():
+            renewed.set()
+        return renew(self)
+
+    def wait(*given: object) -> None:
+        assert renewed.wait(60)
+        seen.append(make_lease(ledger).take())
+        forget(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Lease, "renew", note)
+    monkeypatch.setattr(models.Model, "forget", wait)
+    (done,) = ledger.work(lease=3.0)
+    assert done.forgotten == 1
+    assert seen == [False]
+
+
+def test_leases_of_the_dead_and_of_wrong_clocks(small: Ledger) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    here, now = platform.node()[:40], time.time()
+    cases = [(f"{here}/{os.getpid()}/x", 600, 0), ("elsewhere/1/x", 600, 0),
+             (f"{here}/{gone.pid}/x", 600, 1), ("elsewhere/1/x", 1e9, 1)]  # fmt: skip
+    for place, (name, seconds, rounds) in enumerate(cases):
+        small.request(f"person-{place}")
+        with connected(small.engine, writes=True) as connection:
+            connection.execute(update(LEASES).values(worker=name, until=now + seconds))
+        assert len(small.work()) == rounds
+
+
+def test_a_full_disk_under_the_release(
+    ledger: Ledger, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has forgotten, and the release is not there: the next round writes it."""
+    from ledger.tests.stand_in import Saving
+
+    def fill(*given: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    ledger.request("person-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(Saving, "save", fill)
+        (done,) = ledger.work()
+    assert "No space left" in (done.failed or "")
+    assert list_states(ledger) == {1: "running"}
+    ledger.verify()
+    (done,) = ledger.work()
+    assert (done.forgotten, done.failed) == (1, None)
+    check_answers(ledger)
+
+
+def test_a_release_that_cannot_begin_is_given_up(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise expunge.InputError("ids is 'person-1'; it must be somebody else")
+
+    ledger.request("person-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(models.Model, "forget", refuse)
+        (done,) = ledger.work()
+    assert done.failed == "ids is the person of 1; it must be somebody else"
+    assert list_states(ledger) == {1: "open"}
+    assert ledger.withdraw(1).state == "withdrawn"
+    ledger.verify()
+
+
+def test_names_that_are_needed_no_more_are_gone(ledger: Ledger) -> None:
+    for name in ("person-1", "nobody", "person-2", "person-3"):
+        ledger.request(name)
+    ledger.refuse(3, "no")
+    ledger.withdraw(4)
+    ledger.work()
+    with connected(ledger.engine) as connection:
+        chosen = select(SECRETS.c.request).where(SECRETS.c.what == "person")
+        assert connection.execute(chosen).scalars().all() == [1]
+
+
+@pytest.fixture
+def restored(ledger: Ledger, state: Path, tmp_path: Path) -> Ledger:
+    """Two were forgotten, then the state of before was restored."""
+    shutil.copytree(state, tmp_path / "backup")
+    for i in (3, 4):
+        ledger.request(f"person-{i}")
+        ledger.work()
+    assert ledger.check(state).returned == ()
+    shutil.rmtree(state)
+    shutil.copytree(tmp_path / "backup", state)
+    return ledger
+
+
+def test_a_backup_is_caught_and_replayed(restored: Ledger, state: Path, tmp_path: Path) -> None:
+    found = restored.check(state)
+    assert (found.model, found.forgotten, found.returned) == ("shop", 2, (1, 2))
+    assert restored.check(tmp_path / "backup").returned == (1, 2)
+    restored.request("person-9")
+    (done,) = restored.work()
+    assert "holds 2 people again who were forgotten (requests 1, 2)" in (done.failed or "")
+    assert list_states(restored)[3] == "open"
+    done = restored.replay("shop")
+    assert (done.forgotten, done.release) == (2, 3)
+    assert restored.check("shop").returned == ()
+    assert restored.replay("shop").release is None
+    assert restored.models("shop")[0].releases[-1].replay
+    (done,) = restored.work()
+    assert done.forgotten == 1
+
+
+def test_who_comes_back_on_purpose_may_stay(small: Ledger, state: Path) -> None:
+    small.request("person-3")
+    small.work()
+    learn_again(state, "person-3")
+    assert small.check("shop").returned == (1,)
+    with pytest.raises(expunge.InputError, match="the last one by which shop forgot somebody"):
+        small.readmit(7, "shop")
+    small.readmit(1, "shop")
+    assert small.check("shop").returned == ()
+    small.verify()
+    small.request("person-3")
+    (done,) = small.work()
+    assert done.forgotten == 1
+    learn_again(state, "person-3")
+    assert small.check("shop").returned == (2,)
+
+
+@pytest.mark.parametrize("moment", ["forget", "complete"])
+def test_a_backup_under_work_that_was_killed(
+    small: Ledger, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Work does not release it; replay names who came back, and nobody is lost."""
+    shutil.copytree(state, tmp_path / "backup")
+    small.request("person-3")
+    small.work()
+    small.request("person-5")
+    with monkeypatch.context() as patch:
+        patch.setattr(models.Model if moment == "forget" else work, moment, die)
+        with pytest.raises(Killed):
+            small.work()
+    shutil.rmtree(state)
+    shutil.copytree(tmp_path / "backup", state)
+    (done,) = small.work()
+    assert done.failed
+    small.replay("shop")
+    while small.work():
+        pass
+    assert list_states(small) == {1: "answered", 2: "answered"}
+    assert small.check("shop").returned == ()
+    small.verify()
+
+
+def test_a_model_is_retired(ledger: Ledger, tmp_path: Path) -> None:
+    old = make_state(tmp_path / "old", people=40)
+    ledger.register("old", old)
+    ledger.request("person-1")
+    ledger.work()
+    ledger.request("person-35")
+    ledger.request("person-36", model="old")
+    with pytest.raises(expunge.InputError, match="why nobody uses the model any more"):
+        ledger.retire("old", " ")
+    assert ledger.retire("old", "switched off on 1 November, weights deleted") == (2, 3)
+    (event,) = [one for one in ledger.events() if one.kind == "retired"]
+    assert "switched off" not in str(event.body)
+    assert event in ledger.events(request=2)
+    assert (ledger.get(3).answer, ledger.get(2).state) == ("model withdrawn", "open")
+    (done,) = ledger.work()
+    assert (done.model, done.not_held) == ("shop", 1)
+    outcomes = {one.model: one.outcome for one in ledger.get(2).answers}
+    assert outcomes == {"shop": "not held", "old": "model withdrawn"}
+    assert ledger.get(2).answer == "held in none"
+    (tmp_path / "old-releases" / "0001" / "model.safetensors").unlink()
+    ledger.verify()
+    assert [one.model for one in ledger.request("person-3").answers] == ["shop"]
+    assert ledger.export("person-1").startswith(b"PK")
+    for call in (
+        lambda: ledger.retire("old", "gone"), lambda: ledger.request("person-1", model="old"),
+        lambda: ledger.work("old"), lambda: ledger.replay("old"),
+        lambda: ledger.register("old", old), lambda: ledger.register("new", old),
+        lambda: ledger.register("new", shutil.copytree(old, tmp_path / "copy")),
+    ):  # fmt: skip
+        with pytest.raises(expunge.InputError):
+            call()
+
+
+def test_a_model_at_work_is_not_retired(small: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    small.request("person-1")
+    with monkeypatch.context() as patch:
+        patch.setattr(work, "complete", die)
+        with pytest.raises(Killed):
+            small.work()
+    with pytest.raises(expunge.InputError, match="has work that began"):
+        small.retire("shop", "gone")
+    small.work()
+    assert small.retire("shop", "gone") == ()
+    assert small.get(1).answer == "forgotten"
+    small.verify()
