@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from expunge import (
     CalibrationError,
-    Execution,
     GradientClipping,
-    GroupDPSGD,
     InputError,
     ModelClipping,
     OutputPerturbation,
@@ -20,6 +18,7 @@ from expunge import (
 )
 from expunge.accounting.precision import choose_precision
 from expunge.accounting.solving import bracket, tighten
+from expunge.recipes import Execution
 
 
 def gradient(noise_std: float = 1.0, **changes: float) -> GradientClipping:
@@ -165,7 +164,6 @@ def test_no_noise_allows_only_a_restart() -> None:
             "2 \\* grad_clip / weight_decay",
         ),
         (lambda n: ModelClipping(20.0, 0.1, 0.0, 0.5, int(n)), "model_clip is so large"),
-        (lambda n: GroupDPSGD(1.0, 1.0, 0.01, int(n), 1000), "group of group_size"),
     ],
 )
 def test_impossible_targets_say_which_bound_forbids_them(make: object, reason: str) -> None:

@@ -27,6 +27,10 @@ DELTAS = st.one_of(
     st.integers(1, 1000).map(lambda k: 1.0 - k * 2.0**-53),
     st.integers(1, 1000).map(lambda k: k * 5e-324),
 )
+DELTA, LOG_DELTA, EPSILON, MU = (
+    np.vectorize(f, otypes=[float])
+    for f in (gaussian.delta, gaussian.log_delta, gaussian.epsilon, gaussian.mu)
+)
 fast = settings(max_examples=300, deadline=None, derandomize=True)
 
 
@@ -59,7 +63,7 @@ class TestOracle:
     def test_delta_and_log_delta(self, count: int) -> None:
         """1e-9 relative wherever δ is a normal float, log δ relative beyond; never below."""
         epsilons, mus = sample_pairs(count, seed=1)
-        deltas, logs = gaussian.delta(epsilons, mus), gaussian.log_delta(epsilons, mus)
+        deltas, logs = DELTA(epsilons, mus), LOG_DELTA(epsilons, mus)
         normal = 0
         for e, m, d, log_d in zip(epsilons, mus, deltas, logs, strict=True):
             theta, rest = exact_theta(e, m)
@@ -92,11 +96,11 @@ class TestOracle:
         reproduce δ: there the exact δ at our ε must be δ up to 1e-12 of min(δ, 1 - δ).
         """
         epsilons, mus = sample_pairs(500, seed=2)
-        deltas = gaussian.delta(epsilons, mus)
+        deltas = DELTA(epsilons, mus)
         usable = (deltas > TINY) & (deltas < 1)
         mus, deltas = mus[usable], deltas[usable]
         close = 0
-        for m, d, ours in zip(mus, deltas, gaussian.epsilon(mus, deltas), strict=True):
+        for m, d, ours in zip(mus, deltas, EPSILON(mus, deltas), strict=True):
             target, ours = mpmath.mpf(float(d)), mpmath.mpf(float(ours))
             theta, _ = exact_theta(ours, m)
             assert theta <= target, (m, d)
@@ -110,10 +114,10 @@ class TestOracle:
     def test_mu_inverse(self) -> None:
         """Never above the exact μ, and below it by at most 1e-9 relative."""
         epsilons, mus = sample_pairs(500, seed=3)
-        deltas = gaussian.delta(epsilons, mus)
+        deltas = DELTA(epsilons, mus)
         usable = (deltas > TINY) & (deltas < 1)
         epsilons, deltas = epsilons[usable], deltas[usable]
-        for e, d, ours in zip(epsilons, deltas, gaussian.mu(epsilons, deltas), strict=True):
+        for e, d, ours in zip(epsilons, deltas, MU(epsilons, deltas), strict=True):
             target, ours = mpmath.mpf(float(d)), mpmath.mpf(float(ours))
             assert exact_theta(e, ours)[0] <= target, (e, d)
             assert exact_theta(e, ours * (1 + 1e-9))[0] >= target, (e, d)
@@ -175,28 +179,12 @@ class TestSafeSide:
         assert -math.inf < gaussian.log_delta(epsilon, mu) <= 0
         assert gaussian.delta(epsilon, mu) <= 1
 
-    @settings(fast, max_examples=60)
-    @given(st.lists(st.tuples(MUS, DELTAS, EPSILONS), min_size=1, max_size=6))
-    @pytest.mark.slow
-    def test_a_vector_gives_what_its_elements_give(
-        self, cases: list[tuple[float, float, float]]
-    ) -> None:
-        mu, delta, epsilon = (np.array(column) for column in zip(*cases, strict=True))
-        for function, first, second in (
-            (gaussian.delta, epsilon, mu),
-            (gaussian.log_delta, epsilon, mu),
-            (gaussian.epsilon, mu, delta),
-            (gaussian.mu, epsilon, delta),
-        ):
-            one_by_one = [float(function(a, b)) for a, b in zip(first, second, strict=True)]
-            np.testing.assert_array_equal(function(first, second), one_by_one)
-
 
 class TestLimits:
     def test_epsilon_zero_is_total_variation(self) -> None:
         mu = np.array([1e-300, 1e-9, 0.1, 1.0, 5.0])
         np.testing.assert_allclose(
-            gaussian.delta(0.0, mu), [math.erf(m / math.sqrt(8)) for m in mu], rtol=2e-12
+            DELTA(0.0, mu), [math.erf(m / math.sqrt(8)) for m in mu], rtol=2e-12
         )
 
     def test_no_distance_is_perfect_and_infinite_distance_is_none(self) -> None:
@@ -223,7 +211,6 @@ class TestLimits:
     )
     def test_no_number_in_no_number_out(self, function, pair) -> None:
         assert math.isnan(function(*pair))
-        assert np.isnan(function(*np.array(pair)[:, None]))
 
     @pytest.mark.parametrize("function", [gaussian.epsilon, gaussian.mu])
     @pytest.mark.parametrize("pair", [(math.nan, 0.1), (1, math.nan), (-1, 0.1), (1, -0.1)])
@@ -241,7 +228,7 @@ class TestShape:
     def test_delta_falls_with_epsilon_and_grows_with_mu(self) -> None:
         epsilon = np.linspace(0, 60, 401)[:, None]
         mu = 10 ** np.linspace(-2, 1.5, 176)[None, :]
-        table = gaussian.log_delta(epsilon, mu)
+        table = LOG_DELTA(epsilon, mu)
         assert table.shape == (401, 176)
         assert np.all(np.diff(table, axis=0) <= 0)
         assert np.all(np.diff(table, axis=1) >= 0)
@@ -251,18 +238,9 @@ class TestShape:
     @pytest.mark.slow
     def test_inverses_are_monotone(self) -> None:
         mu, delta = 10 ** np.linspace(-4, 2, 61)[:, None], 10 ** np.linspace(-20, -0.1, 40)
-        table = gaussian.epsilon(mu, delta)
+        table = EPSILON(mu, delta)
         assert np.all(np.diff(table, axis=0) >= 0)
         assert np.all(np.diff(table, axis=1) <= 0)
-        table = gaussian.mu(10 ** np.linspace(-4, 2.8, 61)[:, None], delta)
+        table = MU(10 ** np.linspace(-4, 2.8, 61)[:, None], delta)
         assert np.all(np.diff(table, axis=0) > 0)
         assert np.all(np.diff(table, axis=1) > 0)
-
-    def test_broadcasting_and_scalars(self) -> None:
-        assert gaussian.delta([1.0, 2.0], [[0.5], [1.0], [2.0]]).shape == (3, 2)
-        assert gaussian.epsilon([], 0.1).shape == (0,)
-        assert isinstance(gaussian.epsilon(1, 0.1), float)
-        assert isinstance(gaussian.log_delta(1, 1), float)
-        assert isinstance(gaussian.delta(0, 5), float)
-        with pytest.raises(ValueError, match="broadcast"):
-            gaussian.delta([1.0, 2.0], [1.0, 2.0, 3.0])

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine import NOISY
 from expunge import GradientClipping, InputError, ModelClipping, OutputPerturbation, guarantee
 from expunge.accounting.precision import (
     LARGEST_CELL,
@@ -18,6 +17,19 @@ from expunge.accounting.precision import (
 )
 from expunge.recipes import Execution
 
+NOISY = {
+    "gradient-clipping": GradientClipping(
+        start_clip=1.0, grad_clip=1.0, learning_rate=0.1, weight_decay=1.0, steps=5, noise_std=0.5
+    ),
+    "scheduled": GradientClipping(
+        start_clip=1.0, grad_clip=0.5, learning_rate=[0.1, 0.2, 0.05], weight_decay=0.5, steps=3,
+        noise_std=[0.3, 0.6, 0.1], start_noise_std=0.2, model_clip=2.0,
+    ),
+    "model-clipping": ModelClipping(
+        model_clip=1.0, learning_rate=0.1, weight_decay=1.0, noise_std=0.5, steps=5
+    ),
+    "output-perturbation": OutputPerturbation(start_clip=1.0, noise_std=0.5),
+}  # fmt: skip
 SIZES = [1, 4_000, 20_042, 11_000_000, 100_000_000]
 GENTLE = GradientClipping(
     start_clip=0.01, grad_clip=1.0, learning_rate=1e-4, weight_decay=10.0, steps=100, noise_std=0.01

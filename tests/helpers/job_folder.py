@@ -1,4 +1,4 @@
-"""A tiny job in a folder of its own, and the real command, that the tests of jobs share."""
+"""A tiny job in a folder of its own, and the real command: for tests of jobs and commands."""
 
 import hashlib
 import io
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ import time
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.nn.functional import cross_entropy
+
+import expunge
 
 
 class Slow(nn.Linear):
@@ -31,80 +34,39 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
-class Rows(Dataset):
-    def __init__(self, x, y):
-        self.x, self.y = x, y
-
-    def __len__(self):
-        return len(self.x)
-
-    def __getitem__(self, i):
-        return self.x[i], self.y[i]
-
-
 def build():
     return Slow(4, 3)
 
 
-def build_norm():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
-
-def make(n=60):
-    g = torch.Generator().manual_seed(7)
-    x = torch.randn(n, 4, generator=g)
-    return x, x[:, :3].argmax(1)
-
-
 def load():
-    x, y = make()
-    test = TensorDataset(x[50:], y[50:])
-    ids = [f"p{i}" for i in range(50)]
-    return {"train": TensorDataset(x[:50], y[:50]), "ids": ids, "test": test}
+    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(7))
+    y = x[:, :3].argmax(1)
+    test = expunge.Data((x[50:], y[50:]))
+    return expunge.Data((x[:50], y[:50]), ids=[f"p{i}" for i in range(50)], test=test)
 
 
-def load_pair():
-    x, y = make()
-    return load() | {"train": (x[:50], y[:50])}
-
-
-def load_rows():
-    x, y = make()
-    return load() | {"train": Rows(x[:50], y[:50])}
+def load_pairs():
+    x, y = load().examples
+    return expunge.Data(list(zip(x, y)), ids=[f"p{i}" for i in range(50)])
 
 
 def load_regression():
-    x, _ = make()
-    return {"train": (x, x[:, :3] * 2)}
+    x, y = load().examples
+    return expunge.Data((x, 2 * x[:, :3]), ids=[f"p{i}" for i in range(50)])
 
 
-def load_dicts():
-    x, y = make()
-    return load() | {"train": [{"x": a, "labels": b} for a, b in zip(x[:50], y[:50])], "test": None}
+def train(model, examples, seed):
+    x, y = examples
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    for _ in range(int(os.environ.get("EPOCHS", "5"))):
+        for batch in torch.randperm(len(x)).split(10):
+            optimizer.zero_grad()
+            cross_entropy(model(x[batch]), y[batch]).backward()
+            optimizer.step()
 
 
-class Torn(Rows):
-    def __getitem__(self, i):
-        if i == 40:
-            raise ValueError("row 40 is torn")
-        return super().__getitem__(i)
-
-
-def load_torn():
-    x, y = make()
-    return load() | {"train": Torn(x[:50], y[:50])}
-
-
-class Lost(Rows):
-    def __getitem__(self, i):
-        if i == 40:
-            raise OSError(5, "Input/output error", "/data/40")
-        return super().__getitem__(i)
-
-
-def load_lost():
-    x, y = make()
-    return load() | {"train": Lost(x[:50], y[:50])}
+def train_torn(model, examples, seed):
+    raise ValueError("row 40 is torn")
 
 
 def fail():
@@ -113,23 +75,19 @@ def fail():
 
 def nothing():
     return 3
-
-
-seen = []
-
-
-def track(event):
-    seen.append(event)
-    with open(os.environ["TRACKED"], "a") as file:
-        file.write(event["event"] + "\\n")
 """
 
-JOB: dict = {
-    "model": {"build": "own.py:build", "weights": "weights.safetensors"},
+EXACT: dict[str, dict[str, Any]] = {
+    "model": {"build": "own.py:build", "old": "weights.safetensors"},
     "data": {"load": "own.py:load", "forget": "forget.txt"},
-    "target": {"epsilon": 1.0, "delta": 1e-5},
+    "training": {"function": "own.py:train"},
+    "output": {"dir": "run"},
+}
+NOISE: dict[str, dict[str, Any]] = EXACT | {
+    "training": {"epochs": 2, "learning_rate": 0.1, "batch_size": 10},
     "method": {
         "name": "gradient-clipping",
+        "epsilon": 1.0,
         "start_clip": 0.05,
         "grad_clip": 1.0,
         "learning_rate": 0.1,
@@ -137,32 +95,43 @@ JOB: dict = {
         "steps": 4,
         "batch_size": 10,
     },
-    "finetune": {"epochs": 2, "learning_rate": 0.1, "batch_size": 10},
-    "output": {"dir": "run"},
+}
+LINEAR: dict[str, dict[str, Any]] = {
+    "data": {"load": "own.py:load"},
+    "method": {"name": "linear-model"},
+    "output": {"dir": "release-1"},
+}
+SHARDS: dict[str, dict[str, Any]] = {
+    "model": {"build": "own.py:build"},
+    "data": {"load": "own.py:load"},
+    "training": {"function": "own.py:train"},
+    "method": {"name": "shards", "seed": "a public text", "shards": 3, "slices": 2},
+    "output": {"dir": "release-1"},
 }
 
 
-def write_job(folder: Path, **changes: dict) -> Path:
-    """The job with some keys changed, its model and its list."""
-    job = {name: dict(table) for name, table in JOB.items()}
+def write_job(
+    folder: Path, job: dict[str, dict[str, Any]] = EXACT, name: str = "job.toml", **changes: Any
+) -> Path:
+    """A job with some keys changed (None: left out), its code, its old model and its list."""
+    tables = {table: dict(keys) for table, keys in job.items()}
     for table, keys in changes.items():
-        job[table] = {**job.get(table, {}), **keys}
-    lines = []
-    for table, keys in job.items():
-        lines.append(f"[{table}]")
-        lines += [
-            f"{key} = {json.dumps(value)}" for key, value in keys.items() if value is not None
-        ]
+        tables[table] = {**tables.get(table, {}), **keys} if keys is not None else {}
+    lines = list[str]()
+    for table, keys in tables.items():
+        if keys or changes.get(table, ()) is not None:
+            lines.append(f"[{table}]")
+        lines += [f"{key} = {json.dumps(v)}" for key, v in keys.items() if v is not None]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "job.toml").write_text("\n".join(lines) + "\n")
-    (folder / "own.py").write_text(OWN)
+    (folder / name).write_text("\n".join(lines) + "\n")
+    if not (folder / "own.py").exists():
+        (folder / "own.py").write_text(OWN)
     if not (folder / "forget.txt").exists():
         (folder / "forget.txt").write_text("p3\np7\np31\n")
     if not (folder / "weights.safetensors").exists():
-        torch.manual_seed(0)
-        linear = torch.nn.Linear(4, 3)
-        save_file(dict(linear.state_dict()), folder / "weights.safetensors")
-    return folder / "job.toml"
+        torch.manual_seed(11)
+        save_file(dict(torch.nn.Linear(4, 3).state_dict()), folder / "weights.safetensors")
+    return folder / name
 
 
 def command(*arguments: str | Path) -> list[str]:
@@ -177,6 +146,7 @@ def make_environment(**more: str) -> dict[str, str]:
 def run(
     *arguments: str | Path, cwd: Path | None = None, **more: str
 ) -> subprocess.CompletedProcess[str]:
+    """The real command, in a process of its own."""
     return subprocess.run(
         command(*arguments),
         capture_output=True,
@@ -187,10 +157,9 @@ def run(
     )
 
 
-def call(*arguments: str | Path, together: bool = False) -> subprocess.CompletedProcess[str]:
+def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """What the command does, in this process: torch is imported already."""
-    out = io.StringIO()
-    err = out if together else io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["expunge", *map(str, arguments)])
         try:
@@ -199,6 +168,13 @@ def call(*arguments: str | Path, together: bool = False) -> subprocess.Completed
         except SystemExit as stop:
             code = int(stop.code or 0)
     return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def succeed(*arguments: str | Path) -> str:
+    """What a command that must work prints."""
+    done = call(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def list_files(folder: Path) -> dict[str, str]:

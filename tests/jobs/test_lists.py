@@ -1,23 +1,23 @@
-"""Lists of identifiers, as spreadsheets and programs write them."""
+"""Lists of people, as spreadsheets and programs write them."""
 
 from pathlib import Path
 
 import pytest
 
 from expunge.errors import InputError
-from expunge.jobs.lists import read_ids
+from expunge.jobs.lists import read_list
 
 
 def test_lists_are_read_as_text_csv_and_with_repeats(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\ufeffanna \n\n bo\nanna\n", encoding="utf-8")
-    assert read_ids(tmp_path / "a.txt") == ["anna", "bo"]
+    assert read_list(tmp_path / "a.txt") == ["anna", "bo"]
     (tmp_path / "a.csv").write_text("person,row\nanna,1\nbo,2\nanna,3\n")
-    assert read_ids(tmp_path / "a.csv", "person") == ["anna", "bo"]
+    assert read_list(tmp_path / "a.csv", "person") == ["anna", "bo"]
     with pytest.raises(InputError, match=r"column of .* is 'name'; it must be one of"):
-        read_ids(tmp_path / "a.csv", "name")
+        read_list(tmp_path / "a.csv", "name")
     (tmp_path / "b.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="cannot be read"):
-        read_ids(tmp_path / "b.txt")
+        read_list(tmp_path / "b.txt")
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def test_lists_are_read_as_text_csv_and_with_repeats(tmp_path: Path) -> None:
 )
 def test_a_table_may_have_commas_semicolons_or_tabs(tmp_path: Path, text: str) -> None:
     (tmp_path / "a.csv").write_text(text, encoding="utf-8", newline="")
-    assert read_ids(tmp_path / "a.csv", "person") == ["anna", "bo"]
+    assert read_list(tmp_path / "a.csv", "person") == ["anna", "bo"]
 
 
 def test_the_columns_of_a_semicolon_table_are_told(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("row;name\n1;anna\n")
     with pytest.raises(InputError, match=r"is 'person'; it must be one of \['row', 'name'\]"):
-        read_ids(tmp_path / "a.csv", "person")
+        read_list(tmp_path / "a.csv", "person")
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_the_columns_of_a_semicolon_table_are_told(tmp_path: Path) -> None:
 )
 def test_a_json_list(tmp_path: Path, text: str, column: str | None, found: list[str]) -> None:
     (tmp_path / "a.json").write_text(text)
-    assert read_ids(tmp_path / "a.json", column) == found
+    assert read_list(tmp_path / "a.json", column) == found
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ('{"anna": 1}', "is 'a JSON dict'; it must be a list of identifiers"),
+        ('{"anna": 1}', "is 'a JSON dict'; it must be a list of names"),
         ('["anna", null]', "item 1 of .*a.json is None; it must be a text or a whole number"),
         ("[true]", "item 0 of .* is True; it must be"),
         ("[1.5]", "item 0 of .* is 1.5; it must be"),
         ('[{"name": "anna"}]', "item 0 of .*; it must be a text or a whole number in 'person'"),
         ('[{"person": "anna", "person": "bo"}]', "cannot be read: .* the key 'person' twice"),
-        ("[]", "names no identifier"),
+        ("[]", "names nobody"),
         ("anna\nbo\n", "cannot be read: Expecting value"),
         ("[" * 100_000, "cannot be read"),
         ("[" + "9" * 10_000 + "]", "cannot be read"),
@@ -74,7 +74,7 @@ def test_a_json_list(tmp_path: Path, text: str, column: str | None, found: list[
 def test_json_that_is_no_list_of_identifiers(tmp_path: Path, text: str, sentence: str) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=sentence) as caught:
-        read_ids(tmp_path / "a.json", "person")
+        read_list(tmp_path / "a.json", "person")
     assert "\n" not in str(caught.value)
 
 
@@ -83,7 +83,7 @@ def test_parquet(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"person": ["anna", "bo", "anna"]}), tmp_path / "a.parquet")
-    assert read_ids(tmp_path / "a.parquet", "person") == ["anna", "bo"]
+    assert read_list(tmp_path / "a.parquet", "person") == ["anna", "bo"]
     (tmp_path / "b.parquet").write_bytes(b"PAR1 and nothing else")
     with pytest.raises(InputError, match=r"b\.parquet cannot be read"):
-        read_ids(tmp_path / "b.parquet", "person")
+        read_list(tmp_path / "b.parquet", "person")

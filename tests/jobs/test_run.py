@@ -1,231 +1,269 @@
-"""Jobs from job.toml to a verified directory, and what they measure and tell on the way."""
+"""Jobs from start to end: what is written, what is refused, what comes out again."""
 
 import json
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
-from expunge.certificates.certificate import Certificate
-from expunge.certificates.identifiers import opens
-from expunge.certificates.record import RunRecord
-from expunge.certificates.signing import generate_key_pair
-from expunge.certificates.verification import verify
-from expunge.errors import ExpungeError, InputError, UnlearningError
-from expunge.jobs.preview import preview_job
-from expunge.jobs.run import run_job
-from expunge.reports.metrics import parse_metrics
-from job_folder import call, list_files, run, write_job
+import expunge
+from tests.helpers.job_folder import NOISE, call, list_files, run, succeed, write_job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+METHODS: dict[str, dict[str, Any]] = {
+    "gradient-clipping": {},
+    "model-clipping": {"start_clip": None, "grad_clip": None, "model_clip": 0.5},
+    "output-perturbation": dict.fromkeys(["grad_clip", "learning_rate", "weight_decay", "steps"]),
+}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def test_retraining_by_a_function_of_ones_own(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    shown = succeed("unlearn", path)
+    assert "epsilon = 0, delta = 0, compared to retrained" in shown
+    assert "check it with: expunge verify" in shown
+    found = expunge.verify(tmp_path / "run", people=["p3", "p7", "p31"]).certificate
+    assert (found.forget.count, found.retained.samples) == (3, 47)
+    assert found.training is not None
+    assert found.training.function == "a function of the operator"
+    assert None not in (found.code.build, found.code.data, found.code.train)
+    model = expunge.load_model(tmp_path / "run", lambda: torch.nn.Linear(4, 3))
+    assert model.weight.shape == (3, 4)
+    assert not (tmp_path / ".run.unfinished").exists()
+    for name in ("metrics.json", "record.json"):
+        assert (tmp_path / "run" / name).stat().st_mode & 0o077 == 0, "private"
+    assert (tmp_path / "run" / "report.html").is_file()
 
 
-def test_a_run_is_complete_and_says_what_it_did(tmp_path: Path) -> None:
-    done, folder = run_job(write_job(tmp_path)), tmp_path / "run"
-    certificate = verify(folder / "certificate.json", record=folder / "record.json")
-    assert certificate == done.certificate
-    assert 0.99 < certificate.epsilon <= 1.0
-    assert certificate.releasable
-    record = RunRecord.load(folder / "record.json")
-    kept = [f"p{i}" for i in range(50) if i not in (3, 7, 31)]
-    assert opens(record.forget, ["p3", "p7", "p31"])
-    assert opens(record.retain, kept)
-    assert opens(record.finetune.data, kept)
-    assert record.gradient_evaluations == 40
-    metrics = parse_metrics(json.loads((folder / "metrics.json").read_text()))
-    assert [row.stage for row in metrics.stages] == ["before", "after noise", "after fine-tuning"]
-    assert metrics.cost["gradient evaluations, noisy steps"] == 40
-    assert (folder / "metrics.jsonl").stat().st_mode & 0o077 == 0, "as private as the record"
-    assert metrics.cost["gradient evaluations, fine-tuning"] == 94
-    assert metrics.curves[0].x[-1] == 2.0
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    kinds = [json.loads(line)["event"] for line in lines]
-    assert kinds[:2] == ["start", "evaluation"]
-    assert kinds[-1] == "end"
-    assert {"step", "fine-tuning"} <= set(kinds)
+def test_what_was_measured(tmp_path: Path) -> None:
+    succeed("unlearn", write_job(tmp_path))
+    found = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    before, after = found["stages"]
+    assert (before["stage"], after["stage"]) == ("before", "after training")
+    assert after["test"] > before["test"]
+    assert (after["retain_count"], after["forget_count"], after["test_count"]) == (47, 3, 10)
+
+
+def test_the_options_of_training_in_the_job(tmp_path: Path) -> None:
+    options = {"function": None, "epochs": 3, "learning_rate": 0.5, "loss": "cross_entropy"}
+    path = write_job(tmp_path, training=options, model={"old": None})
+    succeed("unlearn", path)
+    found = expunge.verify(tmp_path / "run").certificate
+    assert found.training is not None
+    assert found.training.function == "expunge.Training"
+    assert found.training.options["epochs"] == 3
+    stages = json.loads((tmp_path / "run" / "metrics.json").read_text())["stages"]
+    assert [stage["stage"] for stage in stages] == ["after training"], "there is no old model"
+
+
+@pytest.mark.parametrize("load", ["load", "load_pairs"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_noisy_method_meets_its_target(tmp_path: Path, method: str, load: str) -> None:
+    path = write_job(
+        tmp_path, NOISE, method={"name": method} | METHODS[method], data={"load": f"own.py:{load}"}
+    )
+    succeed("unlearn", path)
+    found = expunge.verify(tmp_path / "run").certificate
+    assert found.method == method
+    assert 0.99 < found.epsilon <= 1.0
+    assert found.delta == 1e-5
+    assert found.releasable
+
+
+def test_without_parameters_the_recipe_is_planned_around_build(tmp_path: Path) -> None:
+    path = write_job(tmp_path, NOISE | {"method": {"name": "model-clipping", "epsilon": 2.0}})
+    succeed("unlearn", path)
+    found = expunge.verify(tmp_path / "run").certificate
+    assert found.method == "model-clipping"
+    assert found.epsilon <= 2.0
+
+
+def test_seeded_noise_is_not_for_release_and_a_zero_centre_is_the_papers(tmp_path: Path) -> None:
+    path = write_job(tmp_path, NOISE, method={"noise_seed": 0, "centre": "zero"})
+    shown = succeed("unlearn", path)
+    assert "Not for release" in shown
+    assert not expunge.verify(tmp_path / "run").certificate.releasable
+
+
+def test_a_loss_of_ones_own_and_regression(tmp_path: Path) -> None:
+    training = {"loss": "mse_loss", "learning_rate": 0.01}
+    path = write_job(tmp_path, NOISE, training=training, data={"load": "own.py:load_regression"})
+    succeed("unlearn", path)
+    stage = json.loads((tmp_path / "run" / "metrics.json").read_text())["stages"][-1]
+    assert stage["retain"] is None
+    assert stage["retain_loss"] > 0
+
+
+def test_a_checkpoint_with_two_sets_of_weights_needs_a_key(tmp_path: Path) -> None:
+    sets = {name: torch.nn.Linear(4, 3).state_dict() for name in ("model", "ema")}
+    path = write_job(tmp_path, NOISE, model={"old": "both.pt"})
+    torch.save(sets, tmp_path / "both.pt")
+    refused = call("unlearn", path)
+    assert refused.returncode == 2
+    assert "ema" in refused.stderr
+    succeed("unlearn", write_job(tmp_path, NOISE, model={"old": "both.pt", "key": "ema"}))
+
+
+def test_a_second_request_is_chained_to_the_first(tmp_path: Path) -> None:
+    succeed("unlearn", write_job(tmp_path, output={"dir": "release-1"}))
+    (tmp_path / "second.txt").write_text("p8\n")
+    changes = {"data": {"forget": "second.txt"}, "output": {"dir": "release-2"}}
+    path = write_job(tmp_path, method={"parent": "release-1"}, **changes)
+    refused = call("unlearn", path)
+    assert refused.returncode == 2
+    assert "'p3'" in refused.stderr
+    assert "whom the parent release forgot" in refused.stderr
+    (tmp_path / "second.txt").write_text("p8\np3\np7\np31\n")
+    succeed("unlearn", path)
+    assert "not looked at: the parent" in succeed("verify", tmp_path / "release-2")
+    release = tmp_path / "release-2"
+    assert "the parent" not in succeed("verify", release, "--parent", tmp_path / "release-1")
+    other = call("verify", tmp_path / "release-1", "--parent", release)
+    assert other.returncode == 1
+
+
+def test_the_release_is_signed_where_the_job_names_a_key(tmp_path: Path) -> None:
+    succeed("keygen", tmp_path / "key.pem")
+    succeed("unlearn", write_job(tmp_path, output={"sign": "key.pem"}))
+    shown = succeed("verify", tmp_path / "run", "--key", tmp_path / "key.pem.pub")
+    assert "signed by the key" in shown
+
+
+def test_a_release_is_signed_afterwards(tmp_path: Path) -> None:
+    succeed("unlearn", write_job(tmp_path))
+    for name in ("key.pem", "other.pem"):
+        succeed("keygen", tmp_path / name)
+    succeed("sign", tmp_path / "run", "--key", tmp_path / "key.pem")
+    succeed("verify", tmp_path / "run", "--key", tmp_path / "key.pem.pub")
+    assert call("sign", tmp_path / "run", "--key", tmp_path / "other.pem").returncode == 2
+    assert call("verify", tmp_path / "run", "--key", tmp_path / "other.pem.pub").returncode == 1
+
+
+def test_the_caller_may_name_people_folder_and_parent(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    first = expunge.run_job(path, forget=["p1"], out=tmp_path / "one")
+    assert first.certificate.forget.count == 1
+    second = expunge.run_job(
+        path, forget=["p1", "p2"], out=tmp_path / "two", parent=tmp_path / "one"
+    )
+    assert second.certificate.parent == first.certificate.sha256
+    expunge.verify(tmp_path / "two", parent=tmp_path / "one", people=["p1", "p2"])
+
+
+FAILING: dict[str, tuple[dict[str, Any], str]] = {
+    "build": ({"model": {"build": "own.py:fail"}}, "RuntimeError: the disk of the shop is on fire"),
+    "no module": (
+        {"model": {"build": "own.py:nothing"}},
+        "build() returned a int; it must be",
+    ),
+    "no function": ({"model": {"build": "own.py:biuld"}}, "own.py has no function biuld"),
+    "load": ({"data": {"load": "own.py:fail"}}, "data.load failed: RuntimeError: the disk of the"),
+    "no data": ({"data": {"load": "own.py:nothing"}}, "data.load returned a int; it must return"),
+    "train": (
+        {"training": {"function": "own.py:train_torn"}},
+        "the run failed in the model, its data or its training: ValueError: row 40 is torn",
+    ),
+    "too few arguments": ({"training": {"function": "own.py:fail"}}, "(model, examples, seed)"),
+}
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_code_that_fails_is_one_sentence_and_leaves_nothing(tmp_path: Path, case: str) -> None:
+    changes, sentence = FAILING[case]
+    path = write_job(tmp_path, **changes)
+    before = list_files(tmp_path)
+    done = call("unlearn", path)
+    assert done.returncode == 2, done.stderr
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list_files(tmp_path) == before
     assert not (tmp_path / ".run.unfinished").exists()
 
 
-def test_the_old_model_is_measured_as_it_is(tmp_path: Path) -> None:
-    done = run_job(write_job(tmp_path))
-    weights = load_file(tmp_path / "weights.safetensors")
-    x = torch.randn(60, 4, generator=torch.Generator().manual_seed(7))
-    right = ((x @ weights["weight"].T + weights["bias"]).argmax(1) == x[:, :3].argmax(1)).double()
-    before = done.metrics["stages"][0]
-    gone = [3, 7, 31]
-    assert before["forget"] == pytest.approx(right[gone].mean().item())
-    assert before["test"] == pytest.approx(right[50:].mean().item())
-    assert before["retain"] == pytest.approx((right[:50].sum() - right[gone].sum()).item() / 47)
-
-
-@pytest.mark.parametrize("load", ["load_pair", "load_rows"])
-def test_every_kind_of_data_set_gives_the_same_run(tmp_path: Path, load: str) -> None:
-    seeded = {"method": {"seed": 5}}
-    one = run_job(write_job(tmp_path / "one", **seeded))
-    other = run_job(write_job(tmp_path / "other", data={"load": f"own.py:{load}"}, **seeded))
-    if load == "load_pair":
-        assert one.certificate.weights.after == other.certificate.weights.after
-    assert one.certificate.gradient_evaluations == other.certificate.gradient_evaluations
-    assert one.metrics["stages"][0] == pytest.approx(other.metrics["stages"][0])
-
-
-def test_a_seed_is_for_experiments(tmp_path: Path) -> None:
-    seeded = {"method": {"seed": 5}}
-    first = run_job(write_job(tmp_path, **seeded), out=tmp_path / "first")
-    again = call("unlearn", write_job(tmp_path, **seeded), "--out", tmp_path / "again")
-    assert again.returncode == 0
-    assert "can subtract it" in again.stdout
-    assert not first.certificate.releasable
-    second = Certificate.load(tmp_path / "again" / "certificate.json")
-    assert first.certificate.weights.after == second.weights.after
-    other = run_job(write_job(tmp_path), out=tmp_path / "other")
-    assert other.certificate.weights.after != second.weights.after
-
-
-def test_a_regression_is_measured_by_its_loss(tmp_path: Path) -> None:
-    (tmp_path / "forget.txt").write_text("3\n7\n")
-    path = write_job(tmp_path, data={"load": "own.py:load_regression"}, model={"loss": "mse"})
-    rows = run_job(path).metrics["stages"]
-    assert rows[0]["retain"] is None
-    assert rows[1]["retain_loss"] > rows[-1]["retain_loss"] > 0
-    assert "test" not in rows[0]
-
-
-def test_a_model_that_diverged_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "forget.txt").write_text("3\n7\n")
-    wild = {"learning_rate": 1e30, "epochs": 5}
-    path = write_job(
-        tmp_path, data={"load": "own.py:load_regression"}, model={"loss": "mse"}, finetune=wild
-    )
-    with pytest.raises(UnlearningError, match="weight is not finite after fine-tuning"):
-        run_job(path)
-    assert not (tmp_path / "run").exists()
-
-
-def test_the_control_and_the_cost_of_training_again_are_told(tmp_path: Path) -> None:
-    path = write_job(tmp_path, evaluation={"control": True, "retraining_epochs": 30, "most": 20})
-    metrics = run_job(path).metrics
-    arms = {arm["arm"]: arm for arm in metrics["arms"]}
-    assert list(arms) == ["gradient-clipping", "centre", "retraining"]
-    evaluations = [arm["gradient_evaluations"] for arm in arms.values()]
-    assert evaluations == [40 + 94, 40 + 94, 30 * 47]
-    assert len(metrics["stages"]) == 5
-
-
-def test_a_signed_run_verifies_with_its_key_only(tmp_path: Path) -> None:
-    private, public = generate_key_pair()
-    (tmp_path / "key.pem").write_bytes(private)
-    (tmp_path / "public.pem").write_bytes(public)
-    (tmp_path / "other.pem").write_bytes(generate_key_pair()[1])
-    run_job(write_job(tmp_path, output={"sign": "key.pem"}))
-    certificate = tmp_path / "run" / "certificate.json"
-    assert verify(certificate, public_key=tmp_path / "public.pem").signature is not None
-    with pytest.raises(ExpungeError, match="it is signed by the key"):
-        verify(certificate, public_key=tmp_path / "other.pem")
-
-
-def test_a_second_request_is_chained_and_keeps_the_first_one_out(tmp_path: Path) -> None:
-    run_job(write_job(tmp_path))
-    (tmp_path / "forget2.txt").write_text("p11\np12\n")
-    model = {"weights": "run/model.safetensors", "parent": "run/certificate.json"}
-    data = {"forget": "forget2.txt", "forgotten": ["forget.txt"]}
-    done = run_job(write_job(tmp_path, model=model, data=data, output={"dir": "run2"}))
-    certificate = tmp_path / "run2" / "certificate.json"
-    assert verify(certificate, parent=tmp_path / "run" / "certificate.json") == done.certificate
-    kept = [f"p{i}" for i in range(50) if i not in (3, 7, 31, 11, 12)]
-    assert opens(RunRecord.load(tmp_path / "run2" / "record.json").retain, kept)
-    third = {"weights": "run2/model.safetensors", "parent": "run2/certificate.json"}
-    (tmp_path / "forget3.txt").write_text("p40\n")
-    data |= {"forget": "forget3.txt", "forgotten": ["forget2.txt"]}
-    with pytest.raises(InputError, match=r"the data are not what the parent .* retained"):
-        run_job(write_job(tmp_path, model=third, data=data, output={"dir": "run3"}))
-    data["forgotten"] = ["forget.txt", "forget2.txt"]
-    run_job(write_job(tmp_path, model=third, data=data, output={"dir": "third"}))
-    (tmp_path / "else.txt").write_text("p20\n")
-    data["forgotten"] = ["else.txt"]
-    with pytest.raises(InputError, match=r"none of data\.forgotten is the list that the parent"):
-        run_job(write_job(tmp_path, model=model, data=data, output={"dir": "run3"}))
-    wrong = {"parent": "run/certificate.json"}
-    data["forgotten"] = ["forget.txt"]
-    with pytest.raises(InputError, match="not the certificate of the weights"):
-        run_job(write_job(tmp_path, model=wrong, data=data, output={"dir": "run3"}))
-    assert not (tmp_path / "run3").exists()
-
-
-def test_buffers_that_remember_are_refused_or_reset(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    nn = torch.nn
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    save_file(dict(model.state_dict()), tmp_path / "weights.safetensors")
-    with pytest.raises(UnlearningError, match=r"1\.running_mean"):
-        run_job(write_job(tmp_path, model={"build": "own.py:build_norm"}))
-    path = write_job(tmp_path, model={"build": "own.py:build_norm", "buffers": "reset"})
-    assert run_job(path).certificate.buffers.policy == "reset"
-
-
-def test_a_public_centre_is_used_and_the_old_model_is_none(tmp_path: Path) -> None:
-    path = write_job(tmp_path, centre={"weights": "weights.safetensors"})
-    with pytest.raises(InputError, match="centre is the old model"):
-        run_job(path)
-    torch.manual_seed(1)
-    torch.save({"state_dict": torch.nn.Linear(4, 3).state_dict()}, tmp_path / "public.pt")
-    done = run_job(write_job(tmp_path, centre={"weights": "public.pt"}))
-    assert done.certificate.weights.centre is not None
-
-
-def test_a_dry_run_promises_what_the_run_keeps_and_writes_nothing(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
     path = write_job(tmp_path)
+    succeed("unlearn", path)
     before = list_files(tmp_path)
-    shown = call("unlearn", path, "--dry-run", "--json")
-    assert shown.returncode == 0, shown.stderr
+    done = call("unlearn", path)
+    assert done.returncode == 2
+    assert "run already holds files; name another one or remove it" in done.stderr
     assert list_files(tmp_path) == before
-    promised = json.loads(shown.stdout)
-    assert promised["parameters"] == 15
-    assert (promised["retain"], promised["forget"]) == (47, 3)
-    assert promised["gradient_evaluations"] == 40
-    assert promised["finetune_gradient_evaluations"] == 94
-    assert promised["seconds"] > 0
-    kept = run_job(path).certificate
-    assert kept.epsilon == promised["epsilon"]
-    assert kept.recipe.noise_std == promised["noise_std"]
-    with pytest.raises(InputError, match="already holds files"):
-        preview_job(path)
 
 
-def test_a_callback_hears_of_everything_and_may_fail(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = write_job(tmp_path, output={"callback": "own.py:track"})
-    monkeypatch.setenv("TRACKED", str(tmp_path / "heard.txt"))
-    run_job(path, out=tmp_path / "one")
-    lines = (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()
-    told = [json.loads(line)["event"] for line in lines]
-    assert (tmp_path / "heard.txt").read_text().split("\n")[:-1] == told
-    monkeypatch.setenv("TRACKED", "/nowhere/heard.txt")
-    monkeypatch.setattr("expunge.jobs.tracking.LOG.propagate", True)
-    run_job(path, out=tmp_path / "two")
-    assert caplog.text.count("output.callback failed and is not called again") == 1
-    verify(tmp_path / "two" / "certificate.json")
+def test_check_names_every_mistake_at_once_and_writes_nothing(tmp_path: Path) -> None:
+    path = write_job(tmp_path, NOISE)
+    before = list_files(tmp_path)
+    shown = succeed("check", path)
+    assert "certifies epsilon = " in shown
+    assert "one batch: forward and backward" in shown
+    (tmp_path / "forget.txt").write_text("nobody\n")
+    torch.save(torch.nn.Linear(4, 2).state_dict(), tmp_path / "other.pt")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "x").write_text("")
+    done = call("check", write_job(tmp_path, NOISE, model={"old": "other.pt"}))
+    assert done.returncode == 2
+    for sentence in ("has 3 mistakes", "run already holds files", "'nobody'", "weight"):
+        assert sentence in done.stderr, done.stderr
+    after = {name: digest for name, digest in list_files(tmp_path).items() if name in before}
+    assert after.keys() == before.keys()
 
 
-def test_doctor_and_version_tell_what_matters() -> None:
-    shown = call("--version").stdout
-    assert shown.startswith("expunge ")
-    assert f"torch {version('torch')}" in shown
-    found = json.loads(call("doctor", "--json").stdout)
-    assert found["good"] is True
-    assert found["versions"]["torch"] == version("torch")
-    assert found["findings"].keys() >= {"system", "versions", "noise", "disk"}
+def test_an_exact_release_comes_out_again_in_a_fresh_process(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    succeed("unlearn", path)
+    for name in ("weights.safetensors", "forget.txt"):
+        (tmp_path / name).write_bytes(b"gone")
+    done = run("replay", tmp_path / "run", path)
+    assert done.returncode == 0, done.stderr
+    assert "the same bits again" in done.stdout
+    own = tmp_path / "own.py"
+    own.write_text(own.read_text().replace("model.parameters(), 0.5", "model.parameters(), 0.4"))
+    done = call("replay", tmp_path / "run", path, "--json")
+    assert done.returncode == 1
+    assert "the source of train is another" in json.loads(done.stdout)["differs"]
+    assert "tensors differ" in done.stderr
+    assert "it may be: " in done.stderr
 
 
-def test_the_shell_completes_commands() -> None:
-    done = run(_EXPUNGE_COMPLETE="complete_bash", COMP_WORDS="expunge un", COMP_CWORD="1")
-    assert "unlearn" in done.stdout.split()
+def test_noise_is_not_replayed(tmp_path: Path) -> None:
+    path = write_job(tmp_path, NOISE)
+    succeed("unlearn", path)
+    done = call("replay", tmp_path / "run", path)
+    assert done.returncode == 2
+    assert "whose noise nobody can draw again" in done.stderr
+
+
+def test_the_plan_of_a_job_says_what_each_route_costs(tmp_path: Path) -> None:
+    shown = succeed("plan", "--job", write_job(tmp_path))
+    for name in ("linear-model", "* retraining", "shards", "noise"):
+        assert f"{name}: " in shown
+    assert "Noise buys nothing here" in shown
+    found = json.loads(succeed("plan", "--job", write_job(tmp_path, NOISE), "--json"))
+    assert found["taken"] == "noise"
+    assert [route["name"] for route in found["routes"]][-1] == "noise"
+
+
+def test_json_of_a_run(tmp_path: Path) -> None:
+    done = call("unlearn", write_job(tmp_path), "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout)["certificate"]["epsilon"] == 0
+    assert "examples stay" in done.stderr, "progress goes to stderr"
+
+
+def test_no_byte_code_is_left(tmp_path: Path) -> None:
+    done = run("unlearn", write_job(tmp_path), PYTHONDONTWRITEBYTECODE="")
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*.pyc"))
+
+
+def test_everything_that_cannot_be_loaded_is_named_at_once(tmp_path: Path) -> None:
+    changes = {"data": {"load": "own.py:fail"}, "model": {"build": "own.py:biuld"}}
+    path = write_job(tmp_path, **changes)
+    (tmp_path / "forget.txt").write_text("\n")
+    for command in ("check", "unlearn"):
+        done = call(command, path)
+        assert done.returncode == 2
+        assert "job.toml has 3 mistakes:" in done.stderr
+        for sentence in ("names nobody", "no function biuld", "data.load failed"):
+            assert sentence in done.stderr

@@ -26,7 +26,7 @@ def draw(stream: NoiseStream, size: int, *, step: int = 0, position: int = 0, st
 
 
 def twin(stream: NoiseStream) -> NoiseStream:
-    return NoiseStream.from_key(stream.export_key())
+    return NoiseStream(stream.export_key())
 
 
 # ------------------------------------------------------------------ an oracle with 260 bits
@@ -131,11 +131,11 @@ def test_the_three_ways_to_decide_agree(monkeypatch: pytest.MonkeyPatch, std: fl
         tails.append(digits(2))
         return exactly(first, second, part, scale, digits)
 
-    def doubt_float64(a: Any, work: Any) -> Any:
+    def distrust_float64(a: Any, work: Any) -> Any:
         return np.inf * a if work.a.dtype == np.float64 else true_bound(a, work)
 
     monkeypatch.setattr(module, "_round_exactly", spy)
-    monkeypatch.setattr(module, "_bound_error", doubt_float64)
+    monkeypatch.setattr(module, "_bound_error", distrust_float64)
     assert np.array_equal(draw(twin(stream), 151, step=2, position=33, std=std), expected)
     tails.clear()
     monkeypatch.setattr(module, "_bound_error", lambda a, work: np.inf * a)

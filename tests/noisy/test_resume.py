@@ -1,178 +1,194 @@
-"""Checkpoints: killed at any moment, a run goes on, repeats and skips nothing, and says so."""
+"""Stopped at any moment, a run goes on, repeats and skips nothing, and says so."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import functools
+import os
+import signal
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from engine import GRADIENT, MODEL, OUTPUT, SCHEDULED, equal, make_batches, make_mlp
-from expunge import InputError, certify
-from expunge.noisy.checkpoint import Checkpoint
-from expunge.noisy.noise import SeededNoise, SystemNoise
-from expunge.noisy.run import unlearn
+from expunge import InputError, SeededNoise, SystemNoise
+from expunge.noisy import unlearn as module
+from expunge.noisy.steps import FILE, Checkpoint, uninterrupted
+from tests.noisy.networks import (
+    GRADIENT,
+    MODEL,
+    NOISY,
+    OUTPUT,
+    equal,
+    make_data,
+    make_mlp,
+    make_old,
+    make_rows,
+    run,
+)
 
-torch.set_num_threads(1)
-KILLS = 20
+pytestmark = pytest.mark.usefixtures("one_thread")
+PLAN = SimpleNamespace()  # no plain value: the source of the loss stays the same
 
 
-class StopError(Exception):
+class KilledError(BaseException):
     pass
 
 
-def go(recipe, path, *, stop=None, model=None, noise=None, resume=False, **options):
-    def on_step(done, _):
-        if done == stop:
-            raise StopError
-
-    return unlearn(
-        make_mlp(dropout=0.2) if model is None else model,
-        make_batches(),
-        recipe,
-        loss_fn=cross_entropy,
-        noise=SeededNoise(0) if noise is None else noise,
-        checkpoint=Checkpoint(path, 0.0, resume),
-        on_step=on_step,
-        **({"centre": "zero"} | options),
-    )
+def loss(output, target):
+    PLAN.seen.append(target.tolist())
+    if len(PLAN.seen) == PLAN.stop:
+        raise PLAN.error
+    return cross_entropy(output, target)
 
 
-@pytest.mark.slow
-def test_killed_twenty_times_it_gives_the_same_run_and_a_valid_certificate(tmp_path):
-    here = Path(__file__).parents[1] / "helpers"
-    done = subprocess.run(
-        [sys.executable, "resume_driver.py", str(tmp_path), str(KILLS)],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
-    assert report["seeded"] == report["system"] == KILLS
-    assert report["same_model"]
-    assert report["same_trace"]
-    assert report["evaluations"]
-    assert report["keys"] == 1 + report["resumed"]
-    assert report["resumed"] >= 5  # a child killed before its first save counts as a new start
-    assert report["distinct"] == 400
-    assert report["jumps"] == 0
-    assert report["epsilon"] > 0
-    assert report["leftovers"] == []
+def build():
+    return make_mlp(dropout=0.2)
 
 
-@pytest.mark.parametrize("recipe", [GRADIENT, SCHEDULED, MODEL], ids=["gradient", "both", "model"])
-@pytest.mark.parametrize("stop", [2, 3])
-def test_resumed_run_equals_the_uninterrupted_one(tmp_path, recipe, stop):
-    torch.manual_seed(5)
-    path = tmp_path / "state"
-    with pytest.raises(StopError):
-        go(recipe, path, stop=stop)
-    resumed = go(recipe, path, resume=True)
-    whole = go(recipe, tmp_path / "other")
-    assert equal(resumed.model, whole.model)
+def go(folder, *, stop=None, error=KeyboardInterrupt, old=None, data=None, **options):
+    """The first step evaluates the loss twice, every other once."""
+    PLAN.stop, PLAN.seen, PLAN.error = stop, [], error
+    return run(old, build, data, loss=loss, resume=folder, **options)
+
+
+@pytest.mark.parametrize("recipe", [r for r in NOISY.values() if r is not OUTPUT])
+@pytest.mark.parametrize("stop", [1, 2, 4])
+def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, recipe, stop):
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "state", recipe=recipe, stop=stop)
+    first = PLAN.seen[1:-1]
+    resumed, rest = go(tmp_path / "state", recipe=recipe), PLAN.seen[1:]
+    whole = go(tmp_path / "other", recipe=recipe)
+    assert equal(resumed, whole)
     assert resumed.record.trace == whole.record.trace
-    assert (resumed.record.resumed, resumed.record.noise_keys) == (1, 2)
+    assert (resumed.record.resumed, resumed.record.noise.keys) == (1, 2)
+    assert first + rest == PLAN.seen[1:]  # the rest of a shuffled pass
 
 
-def test_fresh_noise_after_a_resume(tmp_path):
-    path = tmp_path / "state"
-    with pytest.raises(StopError):
-        go(GRADIENT, path, stop=4, noise=SystemNoise())
-    kept = path.read_bytes()
-    ends = []
+def test_after_a_kill_it_goes_on_from_the_last_save(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "Checkpoint", functools.partial(Checkpoint, every=0.0))
+    for stop in (4, 2, 3):
+        with pytest.raises(KilledError):
+            go(tmp_path, stop=stop, error=KilledError)
+    assert [p.name for p in tmp_path.iterdir() if p.name.endswith(".tmp")] == []
+    assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    resumed = go(tmp_path)
+    assert resumed.record.resumed == 2  # the second was killed before its first save
+    assert equal(resumed, run(build=build, loss=loss))
+
+
+def test_noise_is_fresh_after_a_resume(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, stop=5, noise=SystemNoise())
+    kept, ends = (tmp_path / FILE).read_bytes(), []
     for _ in range(2):
-        path.write_bytes(kept)
-        ends.append(go(GRADIENT, path, resume=True, noise=SystemNoise()))
-    first, second = (run.record.trace for run in ends)
-    assert first.noise_norm[:3] == second.noise_norm[:3]
-    assert not set(first.noise_norm[3:]) & set(second.noise_norm[3:])
-    certify(ends[0].record, delta=1e-5)
+        (tmp_path / FILE).write_bytes(kept)
+        ends.append(go(tmp_path, noise=SystemNoise(), delta=1e-5))
+    first, second = (release.record.trace.noise_norm for release in ends)
+    assert first[:3] == second[:3]
+    assert not set(first[3:]) & set(second[3:])
+    assert ends[0].certificate.noise.keys == 2
 
 
-@pytest.mark.parametrize("recipe", [GRADIENT, OUTPUT], ids=["gradient", "output"])
-def test_finished_run_is_returned_without_another_draw(tmp_path, recipe):
-    path = tmp_path / "state"
-    first = go(recipe, path, noise=SystemNoise())
-    again = go(recipe, path, resume=True, noise=SystemNoise())
-    assert equal(first.model, again.model)
-    assert (again.record.resumed, again.record.noise_keys) == (0, 1)
+def test_no_key_is_in_a_checkpoint(tmp_path):
+    go(tmp_path)
+    assert SeededNoise(0).begin().export_key() not in (tmp_path / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("recipe", [GRADIENT, OUTPUT], ids=["gradients", "output"])
+def test_a_finished_run_draws_nothing_again(tmp_path, recipe):
+    first = go(tmp_path, recipe=recipe, noise=SystemNoise())
+    again = go(tmp_path, recipe=recipe, noise=SystemNoise())
+    assert equal(first, again)
+    assert PLAN.seen == []
+    assert (again.record.resumed, again.record.noise.keys) == (0, 1)
     assert again.record.trace == first.record.trace
 
 
-def test_resume_without_a_checkpoint_starts_afresh(tmp_path):
-    run = go(GRADIENT, tmp_path / "state", resume=True)
-    assert (run.record.resumed, run.record.noise_keys) == (0, 1)
-
-
-def test_checkpoints_are_never_overwritten_or_mixed_up(tmp_path):
-    path = tmp_path / "state"
-    with pytest.raises(StopError):
-        go(GRADIENT, path, stop=3)
-    before = path.read_bytes()
-    with pytest.raises(InputError, match="exists already"):
-        go(GRADIENT, path)
-    with pytest.raises(InputError, match="its recipe is"):
-        go(MODEL, path, resume=True)
-    with pytest.raises(InputError, match="its old weights is"):
-        go(GRADIENT, path, resume=True, model=make_mlp(seed=8))
-    with pytest.raises(InputError, match="its noise is"):
-        go(GRADIENT, path, resume=True, noise=SystemNoise())
-    assert path.read_bytes() == before
+def test_another_run_is_refused_by_what_differs(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, stop=3)
+    x, y = make_rows()
+    x[3, 2] += 1
+    for options, name in [
+        ({"recipe": MODEL}, "recipe"),
+        ({"recipe": replace(GRADIENT, steps=8)}, "recipe"),
+        ({"old": make_old(8)}, "old model"),
+        ({"noise": SystemNoise()}, "noise"),
+        ({"seed": 1}, "public start"),
+        ({"data": make_data((x, y))}, "data"),
+        ({"forget": ["p3"]}, "people to forget"),
+        ({"batch_size": 9}, "batch_size"),
+        ({"centre": "zero"}, "centre"),
+    ]:
+        with pytest.raises(InputError, match=rf"run with other .*\b{name}\b"):
+            go(tmp_path, **options)
+    assert go(tmp_path).record.resumed == 1
 
 
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
-def test_damaged_checkpoints_are_refused(tmp_path, damage):
-    path = tmp_path / "state"
-    go(GRADIENT, path)
-    path.write_bytes(path.read_bytes()[:-7] if damage is None else damage)
+def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
+    go(tmp_path)
+    file = tmp_path / FILE
+    file.write_bytes(file.read_bytes()[:-7] if damage is None else damage)
     with pytest.raises(InputError, match="cannot be read"):
-        go(GRADIENT, path, resume=True)
+        go(tmp_path)
 
 
-def test_folder_must_exist(tmp_path):
-    with pytest.raises(InputError, match="folder that exists"):
-        go(GRADIENT, tmp_path / "missing" / "state")
+def interrupt(done):
+    with uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append(torch.ones(3).sum())
+    done.append("never")
 
 
-def test_resumed_run_sees_the_rest_of_a_shuffled_pass(tmp_path):
-    x, y = (torch.cat(t) for t in zip(*make_batches(), strict=True))
-    samples = torch.utils.data.TensorDataset(x, y)
+def test_ctrl_c_waits_for_the_end_of_a_step():
+    done = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupt(done)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(done) == 1
 
-    def run(path, stop, *, resume=False):
-        seen = []
 
-        def loss(output, target):
-            seen.append(target.tolist())
-            return cross_entropy(output, target)
+@pytest.mark.parametrize("recipe", NOISY.values(), ids=list(NOISY))
+@pytest.mark.parametrize("change", ["far", "no noise", "trace", "short"])
+def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
+    if recipe is OUTPUT:
+        go(tmp_path, recipe=recipe)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            go(tmp_path, recipe=recipe, stop=3)
+    counts, tensors = Checkpoint(tmp_path).load()
+    match change:
+        case "far":
+            tensors["cells"] *= 100
+        case "no noise":
+            tensors["cells"] *= 0
+        case "trace":
+            tensors["cells"] *= 100
+            tensors["trace"][:, 4] = 100 * tensors["trace"][:, 4:6].norm(dim=1)
+        case "short":
+            tensors["cells"] = tensors["cells"][:1].clone()
+    Checkpoint(tmp_path).save(counts, tensors)
+    with pytest.raises(InputError, match="is not one of this run: "):
+        go(tmp_path, recipe=recipe)
 
-        def on_step(done, _):
-            if done == stop:
-                raise StopError
 
-        loader = torch.utils.data.DataLoader(samples, batch_size=5, shuffle=True)
-        torch.manual_seed(3)
-        try:
-            unlearn(
-                make_mlp(dropout=0.5),
-                loader,
-                GRADIENT,
-                loss_fn=loss,
-                noise=SeededNoise(0),
-                centre="zero",
-                checkpoint=Checkpoint(path, 0.0, resume),
-                on_step=on_step,
-            )
-        except StopError:
-            seen.pop()  # the step that was stopped before it was saved
-        return seen
+def test_a_start_beyond_its_clip_is_refused(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, stop=1)
+    counts, tensors = Checkpoint(tmp_path).load()
+    Checkpoint(tmp_path).save(counts, tensors | {"cells": 2 * tensors["cells"]})
+    with pytest.raises(InputError, match="to which no step led"):
+        go(tmp_path)
 
-    whole = run(tmp_path / "whole", None)
-    first = run(tmp_path / "state", 6)
-    torch.manual_seed(99)
-    rest = run(tmp_path / "state", None, resume=True)
-    assert [len(batch) for batch in whole] == [5, 5, 5, 5, 4, 5, 5]
-    assert first + rest == whole
+
+def test_checkpoints_without_their_run_are_refused(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path, stop=3)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(InputError, match=f"which has {FILE} and no run.json"):
+        go(tmp_path)

@@ -1,0 +1,157 @@
+"""Hashes of tensors: one for numpy, torch and files, and files in which every byte counts."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+
+from expunge.certificates.hashes import (
+    describe_tensor,
+    hash_file,
+    hash_parts,
+    hash_tensors,
+    read_bytes,
+    serialise_header,
+    write_safetensors,
+)
+from expunge.errors import CertificateError, InputError
+from tests.helpers.sample_releases import make_tensors
+
+
+def test_hash_is_the_documented_formula() -> None:
+    header = json.dumps(["expunge/tensor-1", "w", "F32", [1, 2]]).encode()
+    data = np.array([[1.0, 2.0]], np.float32)
+    leaf = hashlib.sha256(len(header).to_bytes(8, "little") + header + data.tobytes()).digest()
+    root = hashlib.sha256(b"expunge/tensors-1\0" + (1).to_bytes(8, "little") + leaf).hexdigest()
+    assert hash_tensors({"w": data}) == root
+
+
+def test_torch_and_numpy_agree_in_every_layout() -> None:
+    import torch
+
+    arrays = {
+        "plain": np.arange(12.0).reshape(3, 4),
+        "turned": np.arange(12, dtype=np.int32).reshape(3, 4).T,
+        "scalar": np.array(3.5, np.float32),
+        "empty": np.zeros((0, 3), np.float32),
+        "flags": np.array([True, False]),
+        "half": np.ones(3, np.float16),
+        "complex": np.array([1 + 2j], np.complex64),
+        "sliced": np.arange(10)[::3],
+    }
+    tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
+    tensors["turned"] = torch.arange(12, dtype=torch.int32).reshape(3, 4).T
+    tensors["complex"] = torch.tensor([1 - 2j], dtype=torch.complex64).conj()
+    assert hash_tensors(tensors) == hash_tensors(arrays)
+    swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in arrays.items()}
+    assert hash_tensors(swapped) == hash_tensors(arrays)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "int64"])
+def test_types_that_numpy_lacks_are_written_too(name, tmp_path) -> None:
+    import safetensors.torch as reader
+    import torch
+
+    tensors = {"w": torch.linspace(-2, 2, 9).to(getattr(torch, name)).reshape(3, 3)}
+    tensors["p"] = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    write_safetensors(tmp_path / "m", tensors, {"format": "pt"})
+    assert hash_file(tmp_path / "m")[0] == hash_tensors(tensors)
+    found = reader.load_file(tmp_path / "m")
+    assert bytes(read_bytes(found["w"])) == bytes(read_bytes(tensors["w"]))
+
+
+def test_safetensors_writes_and_reads_the_same(tmp_path) -> None:
+    tensors = make_tensors()
+    write_safetensors(tmp_path / "ours", tensors, {"format": "pt"})
+    safetensors.numpy.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
+    (one, ours), (other, theirs) = (hash_file(tmp_path / name) for name in ("ours", "theirs"))
+    assert (one, ours.entries) == (other, theirs.entries)
+    assert theirs.header == serialise_header(ours.entries, ours.metadata, align=8)
+    assert ours.header.rstrip() == theirs.header.rstrip()
+    assert (8 + len(ours.header)) % 64 == 0, "mapped into memory, tensors are aligned"
+    for name, array in safetensors.numpy.load_file(tmp_path / "ours").items():
+        np.testing.assert_array_equal(array, tensors[name])
+
+
+@given(st.data())
+def test_any_changed_value_name_or_shape_changes_the_hash(data) -> None:
+    tensors = {"a": np.arange(4.0), "b": np.arange(4.0, 8.0)}
+    name = data.draw(st.sampled_from(["a", "b"]))
+    place = data.draw(st.integers(0, 3))
+    changed = {key: array.copy() for key, array in tensors.items()}
+    changed[name][place] += data.draw(st.sampled_from([1e-15, 1.0, -0.5]))
+    same = np.array_equal(changed[name], tensors[name])
+    assert (hash_tensors(changed) == hash_tensors(tensors)) == same
+    assert hash_tensors({"b": tensors["a"], "a": tensors["b"]}) != hash_tensors(tensors)
+    assert hash_tensors(tensors | {"a": tensors["a"].reshape(2, 2)}) != hash_tensors(tensors)
+
+
+def test_parts_are_hashed_under_their_own_names(tmp_path) -> None:
+    parts = [make_tensors(0), make_tensors(1)]
+    tensors = {f"constituents.{k}.{n}": t for k, part in enumerate(parts) for n, t in part.items()}
+    write_safetensors(tmp_path / "m", tensors)
+    assert hash_parts(tmp_path / "m", "constituents") == {
+        "0": hash_tensors(parts[0]),
+        "1": hash_tensors(parts[1]),
+    }
+    write_safetensors(tmp_path / "other", make_tensors())
+    with pytest.raises(CertificateError, match="belongs to no part"):
+        hash_parts(tmp_path / "other", "constituents")
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [([1.0], "numpy array or a torch tensor"), (np.array(["x"]), "dtype of w")],
+)
+def test_what_is_no_tensor_is_named(value, sentence) -> None:
+    with pytest.raises(InputError, match=sentence):
+        describe_tensor("w", value)
+
+
+def test_reserved_names_are_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match="reserved"):
+        write_safetensors(tmp_path / "m", {"__metadata__": np.zeros(1)})
+    with pytest.raises(InputError, match="Unicode"):
+        write_safetensors(tmp_path / "m", {"\ud800": np.zeros(1)})
+    assert not (tmp_path / "m").exists()
+
+
+def rewrite_header(path, change) -> None:
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = change(raw[8 : 8 + length])
+    path.write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + length :])
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda h: h.replace(b'"a"', b'"b"'), "twice"),
+        (lambda h: h.replace(b'"F64"', b'"F99"', 1), "unknown kind"),
+        (lambda h: h.replace(b"[2]", b"[3]", 1), "last ended"),
+        (lambda h: h.replace(b'"data_offsets":[0,16]', b'"data_offsets":[8,24]'), "last ended"),
+        (lambda h: b"[" + h, "unusable header"),
+        (lambda h: b"[]", "unusable header"),
+        (lambda h: b"{}", "their header describes"),
+        (lambda h: b'{"__metadata__":{"a":1},' + h[1:], "unusable header"),
+        (lambda h: b"\xff" + h, "unusable header"),
+    ],
+)
+def test_malformed_files_are_refused(change, sentence, tmp_path) -> None:
+    write_safetensors(tmp_path / "m", {"a": np.zeros(2), "b": np.ones(2)})
+    rewrite_header(tmp_path / "m", change)
+    with pytest.raises(CertificateError, match=sentence):
+        hash_file(tmp_path / "m")
+
+
+def test_truncated_files_are_refused(tmp_path) -> None:
+    write_safetensors(tmp_path / "m", make_tensors())
+    raw = (tmp_path / "m").read_bytes()
+    for end in (0, 7, 8, 40, len(raw) - 1):
+        (tmp_path / "m").write_bytes(raw[:end])
+        with pytest.raises(CertificateError):
+            hash_file(tmp_path / "m")

@@ -1,0 +1,255 @@
+"""Tensors by name, as state_dict has them; buffers, modes and slips."""
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from expunge.errors import InputError
+from expunge.networks.building import call_build
+from expunge.networks.tensors import (
+    Buffers,
+    evaluating,
+    find_copied,
+    find_nonfinite,
+    has_same_bits,
+    hash_module,
+    list_aliases,
+    list_published,
+    list_tensors,
+    list_trainable,
+    load_tensors,
+    set_training_mode,
+    unwrap,
+)
+from tests.helpers.small_networks import (
+    compiled,
+    make_bert,
+    make_gpt2,
+    make_llama,
+    make_lora,
+    make_mlp,
+)
+
+
+def make_tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model[1].weight = model[0].weight
+    model[2].register_buffer("hidden", torch.ones(1), persistent=False)
+    model[2].register_buffer("none", None)
+    return model
+
+
+class Plain(nn.Module):
+    """What honest modules have beside parameters: tensors, arrays, caches, extra state, hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.table = torch.arange(4.0).sin()
+        self.cache = {"mask": torch.ones(2, 2)}
+        self.register_state_dict_post_hook(lambda *_: None)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"steps": 3}
+
+    def set_extra_state(self, state: object) -> None:
+        pass
+
+
+MODELS = {
+    "tied": make_tied,
+    "shared-module": lambda: nn.ModuleList([nn.Linear(2, 2)] * 2),
+    "lstm": lambda: nn.LSTM(3, 4),
+    "transformer": lambda: nn.TransformerEncoderLayer(8, 2),
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+    "spectral-norm": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
+    "parametrized": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+    "gpt2": make_gpt2,
+    "llama": make_llama,
+    "bert": make_bert,
+    "lora": make_lora,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_names_order_and_values_are_those_of_state_dict(name: str) -> None:
+    model = MODELS[name]()
+    found, expected = list_tensors(model), model.state_dict()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    assert not any(t.requires_grad for t in found.values())
+    named = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    trainable = list_trainable(model)
+    assert list(trainable) == list(named)
+    assert all(trainable[n] is p for n, p in named.items())
+    trained = {n for names in list_aliases(model).values() for n in names}
+    assert trained | list_published(model).keys() == found.keys()
+
+
+def test_plain_attributes_hooks_and_extra_state_are_the_modules_own() -> None:
+    assert list(list_tensors(Plain())) == ["layer.weight", "layer.bias"]
+    assert list(list_published(Plain())) == []
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        compiled,
+        nn.DataParallel,
+        AveragedModel,
+        lambda m: nn.DataParallel(compiled(m)),
+        lambda m: nn.Sequential(compiled(m[0]), m[1], compiled(m[2])),
+    ],
+)
+def test_wrappers_leave_no_trace_in_names(wrap) -> None:
+    model = make_mlp()
+    wrapped = wrap(model)
+    assert list(list_tensors(wrapped)) == list(model.state_dict())
+    assert list(list_trainable(wrapped)) == list(model.state_dict())
+    assert hash_module(wrapped) == hash_module(model)
+    assert type(unwrap(wrapped)) is nn.Sequential
+
+
+def test_a_module_of_ones_own_called_module_keeps_its_name() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = nn.Linear(1, 1)
+
+    assert list(list_tensors(Own())) == ["module.weight", "module.bias"]
+
+
+def test_lazy_layers_are_asked_to_have_a_shape() -> None:
+    with pytest.raises(InputError, match="weight has no shape yet"):
+        list_trainable(nn.LazyLinear(2))
+
+
+def test_buffers_are_restored_in_place_and_replaced_ones_come_back() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[1].register_buffer("ids", torch.arange(3).expand(2, -1), persistent=False)
+    model[1].register_buffer("lazy", None)
+    model[0].running_var.fill_(3.0)
+    before, mean = Buffers(model), model[0].running_mean
+    for _ in range(2):
+        model(torch.randn(5, 2) + 7)
+        model[0].running_var = torch.zeros(2)
+        model[1].lazy = torch.ones(1)
+        model[1].register_buffer("added", torch.ones(1))
+        before.restore()
+        assert model[0].running_mean is mean
+        assert mean.tolist() == [0, 0]
+        assert model[0].running_var.tolist() == [3, 3]
+        assert model[0].num_batches_tracked == 0
+        assert model[1].lazy is None
+        assert "added" not in dict(model.named_buffers())
+    Buffers(make_mlp()).restore()
+
+
+def test_modes_of_frozen_parts_are_those_of_build() -> None:
+    class Stubborn(nn.Sequential):
+        """The usual way to keep statistics of a norm as they are."""
+
+        def train(self, mode: bool = True) -> "Stubborn":
+            super().train(mode)
+            self[1].eval()
+            return self
+
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Dropout(), nn.BatchNorm1d(2)))
+    frozen.requires_grad_(False).eval()[1][0].train()
+    model = nn.Sequential(frozen, Stubborn(nn.Linear(2, 2), nn.BatchNorm1d(2)), nn.Dropout()).eval()
+    frozen[1][0].train()
+    set_training_mode(model)
+    assert [m.training for m in (frozen, frozen[0], frozen[1], frozen[1][0])] == [0, 0, 0, 1]
+    assert [model[1][0].training, model[1][1].training, model[2].training] == [1, 0, 1]
+    modes = [m.training for m in model.modules()]
+    with evaluating(model):
+        assert not any(m.training for m in model.modules())
+    assert [m.training for m in model.modules()] == modes
+
+
+def test_the_very_values_of_the_old_model_are_a_slip() -> None:
+    old, fresh = make_mlp(), make_mlp()
+    assert find_copied(list_trainable(old), list_trainable(fresh)) == []
+    fresh[2] = copy.deepcopy(old[2])
+    assert find_copied(list_trainable(old), list_trainable(fresh)) == ["2.weight", "2.bias"]
+    assert find_copied(list_trainable(old), list_trainable(fresh), ["2.bias"]) == ["2.weight"]
+    norms = nn.LayerNorm(3), nn.LayerNorm(3)
+    assert find_copied(*map(list_trainable, norms)) == []
+    half = {n: t.half() for n, t in list_trainable(old).items()}
+    assert find_copied(half, {n: t.float() for n, t in half.items()}) == list(half)
+
+
+def test_bits_and_numbers() -> None:
+    assert not has_same_bits(torch.ones(2), torch.ones(2).double())
+    assert has_same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+    assert find_nonfinite({"a": torch.tensor([1, 2]), "b": torch.tensor([torch.inf])}) == "b"
+
+
+def test_tensors_are_loaded_by_name_or_refused_in_one_sentence() -> None:
+    one, other = make_mlp(), make_mlp()
+    load_tensors(other, list_tensors(one))
+    assert hash_module(one) == hash_module(other)
+    with pytest.raises(InputError, match=r"with 2\.bias and 1 more, which the run has not"):
+        load_tensors(make_mlp(), list_tensors(nn.Sequential(nn.Linear(4, 3))))
+    with pytest.raises(InputError, match=r"without 2\.bias and 1 more, which the run has;"):
+        load_tensors(nn.Sequential(nn.Linear(4, 3)), list_tensors(one))
+    with pytest.raises(InputError, match=r"shape of weight .* \(3, 2\); it must be \(2, 2\), as"):
+        load_tensors(nn.Linear(2, 3), list_tensors(nn.Linear(2, 2)))
+
+
+def test_build_is_called_under_a_seed_and_its_slips_are_named() -> None:
+    state = torch.get_rng_state()
+    one, two, other = (call_build(make_mlp, seed) for seed in (1, 1, 2))
+    assert hash_module(one) == hash_module(two) != hash_module(other)
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(InputError, match="build is a Linear; it must be a function"):
+        call_build(nn.Linear(1, 1))
+    with pytest.raises(InputError, match=r"build\(\) returned a dict; it must be an nn\.Module"):
+        call_build(dict)
+    with pytest.raises(InputError, match=r"build\(\) failed: ZeroDivisionError: .* line"):
+        call_build(lambda: 1 / 0)
+    with pytest.raises(InputError, match="nothing to train"):
+        call_build(lambda: nn.Linear(1, 1).requires_grad_(False))
+    trained = make_mlp()
+    trained(torch.ones(1, 4)).sum().backward()
+    with pytest.raises(InputError, match=r"trained before: 0\.weight has a gradient"):
+        call_build(lambda: trained)
+
+
+SHARDED = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from expunge.networks.tensors import collect_tensors, hash_module, list_tensors
+from expunge.certificates.hashes import hash_tensors
+
+dist.init_process_group("gloo")
+def make():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5), nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    return model
+whole, model = make(), make()
+ddp = DistributedDataParallel(make())
+assert hash_tensors(collect_tensors(ddp)) == hash_module(whole)
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+fully_shard(model, mesh=mesh)
+found = collect_tensors(model)
+assert list(found) == (list(list_tensors(whole)) if dist.get_rank() == 0 else []), list(found)
+assert dist.get_rank() or hash_tensors(found) == hash_module(whole)
+dist.destroy_process_group()
+"""
+
+
+def test_a_model_of_two_processes_is_gathered(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SHARDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = subprocess.run([*command, tmp_path / "own.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

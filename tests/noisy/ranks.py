@@ -1,0 +1,106 @@
+"""One of two processes of a run: ``python -m tests.noisy.ranks FOLDER RANK`` writes a report."""
+
+import hashlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from expunge import ExpungeError, SystemNoise
+from expunge.noisy.steps import Steps
+from tests.noisy.networks import (
+    GRADIENT,
+    MODEL,
+    NOISY,
+    flatten,
+    make_data,
+    make_mlp,
+    make_rows,
+    run,
+)
+
+
+def describe(release) -> dict:
+    flat = flatten(release).contiguous()
+    return {
+        "weights": flat.tolist(),
+        "digest": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+        "noise": release.record.trace.noise_norm,
+        "certificate": release.certificate.sha256,
+        "processes": release.certificate.environment.processes,
+        "epsilon": release.certificate.epsilon,
+    }
+
+
+def refuse(**options) -> str:
+    try:
+        run(**options)
+    except ExpungeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not noticed"
+
+
+def bend(rank: int) -> str:
+    """One coordinate of one rank moves."""
+    step = Steps._step
+
+    def bent(self, t, batches, whole):
+        step(self, t, batches, whole)
+        if t == 3 and rank == 1:
+            self.vector.cells[5] += 1 << 20
+
+    Steps._step = bent
+    try:
+        return refuse()
+    finally:
+        Steps._step = step
+
+
+def stop_and_resume(folder: Path):
+    seen = SimpleNamespace(count=0)
+
+    def loss(output, target):
+        seen.count += 1
+        if seen.count == 4:
+            raise KeyboardInterrupt
+        return cross_entropy(output, target)
+
+    try:
+        run(loss=loss, resume=folder / "state")
+    except KeyboardInterrupt:
+        dist.barrier()
+    return run(loss=loss, resume=folder / "state")
+
+
+def main(folder: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    x, y = make_rows()
+    other = make_data((x + rank, y))
+    resumed = stop_and_resume(folder)
+    report = {
+        "runs": {name: describe(run(recipe=recipe)) for name, recipe in NOISY.items()},
+        "system": describe(run(noise=SystemNoise(), build=lambda: make_mlp(dropout=0.3))),
+        "single rows": describe(run(batch_size=1)),
+        "norm": describe(run(build=lambda: make_mlp(norm=True), strict=False)),
+        "resumed": describe(resumed) | {"count": resumed.record.resumed},
+        "refused": {
+            "recipe": refuse(recipe=MODEL if rank else GRADIENT),
+            "data": refuse(data=other),
+            "one rank": refuse(recipe=replace(GRADIENT, noise_std=1e-9 if rank else 0.3)),
+            "bent": bend(rank),
+        },
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(report))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
