@@ -1,70 +1,69 @@
-"""Interleaved timing: absolute times mean nothing here, ratios of medians do."""
+"""Interleaved timing: absolute times mean nothing here, ratios of medians do.
+
+``python -m benchmarks.timing NAME`` measures one suite and prints its rows as JSON.
+"""
 
 from __future__ import annotations
 
-import math
+import importlib
+import json
 import statistics
+import sys
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
-
-FEWEST = 3
-_UNTIL = ContextVar("_UNTIL", default=math.inf)
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 
 
-@contextmanager
-def within(seconds: float) -> Generator[None]:
-    """An allowance: once it is spent, no more rounds than the fewest are measured."""
-    token = _UNTIL.set(time.perf_counter() + seconds)
-    try:
-        yield
-    finally:
-        _UNTIL.reset(token)
+@dataclass(frozen=True)
+class Row:
+    """One ratio with the least and the largest of its rounds; None, and why, if not measured."""
+
+    name: str
+    ratio: float | None
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
 
 
-def is_spent() -> bool:
-    """Whether the allowance is."""
-    return time.perf_counter() > _UNTIL.get()
-
-
-def measure(cases: dict[str, Callable[[], object]], *, repeats: int = 7) -> dict[str, list[float]]:
+def measure(cases: dict[str, Callable[[], object]], rounds: int = 5) -> dict[str, list[float]]:
     """Seconds of each case, all cases once per round so that drift hits them alike."""
     for case in cases.values():
         case()
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(repeats):
-        if number >= FEWEST and is_spent():
-            break
+    for _ in range(rounds):
         for name, case in cases.items():
-            start = time.perf_counter()
+            begun = time.perf_counter()
             case()
-            times[name].append(time.perf_counter() - start)
+            times[name].append(time.perf_counter() - begun)
     return times
 
 
 def compare(
-    name: str,
-    times: dict[str, list[float]],
-    case: str,
-    base: str,
-    *,
-    target: float | None = None,
-    at_least: bool = False,
-    scale: float = 1.0,
-) -> dict[str, Any]:
-    """median(case)/median(base) · scale, with the spread of the per-round ratios."""
-    rounds = [scale * a / b for a, b in zip(times[case], times[base], strict=False)]
+    name: str, times: dict[str, list[float]], case: str, base: str, *, scale: float = 1.0
+) -> Row:
+    """median(case)/median(base) · scale, with the spread of the ratios by round.
+
+    >>> compare("a / b", {"a": [2.0, 4.0, 3.0], "b": [1.0, 1.0, 1.0]}, "a", "b")
+    Row(name='a / b', ratio=3.0, low=2.0, high=4.0, note='')
+    """
+    by_round = [scale * a / b for a, b in zip(times[case], times[base], strict=True)]
     ratio = scale * statistics.median(times[case]) / statistics.median(times[base])
-    met = None if target is None else (ratio >= target if at_least else ratio <= target)
-    return {
-        "name": name,
-        "ratio": ratio,
-        "spread": [min(rounds), max(rounds)],
-        "of": case,
-        "against": base,
-        "target": target,
-        "direction": "at least" if at_least else "at most",
-        "met": met,
-    }
+    return Row(name, ratio, min(by_round), max(by_round))
+
+
+def skip(name: str, why: str) -> Row:
+    """A row that cannot be measured here."""
+    return Row(name, None, note=why)
+
+
+def main(name: str) -> None:
+    """The rows of a suite, each with its target, as the last line."""
+    suite = importlib.import_module(f"benchmarks.{name}")
+    rows: list[Row] = suite.run()
+    if missing := set(suite.TARGETS) - {row.name for row in rows}:
+        raise SystemExit(f"{name} has targets for what it does not measure: {sorted(missing)}")
+    print(json.dumps([asdict(row) | {"target": suite.TARGETS.get(row.name)} for row in rows]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -11,8 +11,8 @@ gradient-clipping      printed               (its true ε is beside its results)
 model-clipping         printed
   … each of the three  certified             all radii rescaled by one factor, with the same noise,
                                              so that the labelled ε is true
-  … each of the three  initialisation        certified too, around a fresh initialisation, with the
-                                             radii of expunge.plan
+  … each of the three  initialisation        certified too, around a fresh initialisation, as
+                                             expunge.plan says
   … each of the three  centre                the printed run started at the centre: it never sees
                                              the old model
 dp-sgd                 certified             DP-SGD with group privacy from the start
@@ -68,6 +68,11 @@ class Arm:
         target = "" if self.epsilon == 1.0 else f", ε = {self.epsilon:g}"
         return f"{self.method}, {self.version}{target}"
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields by which the runs of an arm are found."""
+        return {"method": self.method, "version": self.version, "epsilon": self.epsilon}
+
 
 RETRAIN, GAUSSIAN = Arm("retrain", "own"), Arm("retrain", "gaussian")
 
@@ -88,13 +93,17 @@ def read_row(table: str, budget: float, epsilon: float) -> dict[str, Any]:
     >>> read_row("gradient_clipping_mnist", 1, 1.0)["noise_std"]
     0.02827
     """
-    with (PRINTED / f"{table}.csv").open(newline="") as file:
-        rows = [{k: float(v) for k, v in row.items()} for row in csv.DictReader(file)]
-    rows = sorted((r for r in rows if r["epsilon"] == epsilon), key=lambda r: r["epochs"])
+    rows = [row for row in read_table(PRINTED / f"{table}.csv") if row["epsilon"] == epsilon]
+    rows.sort(key=lambda row: row["epochs"])
     fitting = [row for row in rows if row["epochs"] <= budget] or rows[:1]
-    row: dict[str, Any] = dict(fitting[-1])
-    del row["epsilon"], row["epochs"]
-    return row | ({"steps": int(row["steps"])} if "steps" in row else {})
+    return {k: v for k, v in fitting[-1].items() if k not in ("epsilon", "epochs")}
+
+
+def read_table(path: Path) -> list[dict[str, Any]]:
+    """The rows of one of the paper's tables, as printed."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{k: int(v) if k == "steps" else float(v) for k, v in row.items()} for row in rows]
 
 
 @functools.cache

@@ -2,8 +2,7 @@
 
 61,690 descriptions of 58 sections from the package index of Debian 12. An identifier is a source
 package, and stands on every binary package built from it: whoever asks that one be forgotten asks
-for all of its samples. A line that repeats source, section and description is one sample. Parts are
-split by source package with a fixed seed, so no source stands on both sides. Inputs are the token
+for all of its samples. Parts are split by source package with a fixed seed. Inputs are the token
 numbers of MiniLM, 0 where a text has ended.
 """
 
@@ -17,11 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from download import VARIABLE, data_folder
-from expunge.errors import InputError
-from expunge.tasks.samples import VALIDATION_SEED, Ids, Samples, Task
+from download import VARIABLE, check_digest, data_folder
+from expunge import InputError
 from features import find_minilm
-from readers import check_digest, read_bytes
+from samples import VALIDATION_SEED, Samples, order_names, take_names
 
 FILE = "debian-descriptions.tsv.xz"
 DIGEST = "sha256:82aa9a7546816df8752db2d1d2e7f77a95e437677b97a2ae1dabd7a730f18ca5"
@@ -30,22 +28,20 @@ TOKENS = 64
 VALIDATION, TEST = 0.05, 0.15
 
 
-def load(root: str | Path | None = None) -> Task:
-    """The task, from the folder of the data or from the one beside the repository."""
+def load(root: str | Path | None = None) -> tuple[Samples, Samples, Samples]:
+    """(train, validation, test)."""
     sources, sections, texts = zip(*read_lines(find_file(root)), strict=True)
-    classes = tuple(sorted(set(sections)))
-    places = {name: k for k, name in enumerate(classes)}
+    places = {name: k for k, name in enumerate(sorted(set(sections)))}
     targets = torch.tensor([places[section] for section in sections])
     samples = Samples(tokenise(list(texts)), targets, np.array(sources, dtype=np.str_))
     order = order_names(samples.ids, VALIDATION_SEED)
     ends = [round(len(order) * share) for share in (VALIDATION, VALIDATION + TEST)]
-    held, tested, trained = np.split(order, ends)
-    parts = (take_names(samples, names) for names in (trained, held, tested))
-    return Task("debian", *parts, classes, (0.0,), (1.0,))
+    held, tested, trained = (take_names(samples, names) for names in np.split(order, ends))
+    return trained, held, tested
 
 
 def find_file(root: str | Path | None = None) -> Path:
-    """Where the file is.
+    """In the folder of the data, or in the one beside the repository.
 
     >>> find_file("/nowhere")
     Traceback (most recent call last):
@@ -61,7 +57,7 @@ def find_file(root: str | Path | None = None) -> Path:
 
 def read_lines(path: Path) -> list[tuple[str, str, str]]:
     """(source, section, description) of every line, each once, in the file's order."""
-    data = read_bytes(path)
+    data = path.read_bytes()
     check_digest(data, DIGEST, path)
     with io.TextIOWrapper(lzma.LZMAFile(io.BytesIO(data)), encoding="utf-8") as file:
         _, *lines = (line.rstrip("\n").split("\t") for line in file)
@@ -75,18 +71,3 @@ def tokenise(texts: list[str]) -> torch.Tensor:
     tokenizer: Any = AutoTokenizer.from_pretrained(find_minilm(), local_files_only=True)
     found = tokenizer(texts, padding="max_length", truncation=True, max_length=TOKENS)
     return torch.tensor(found["input_ids"], dtype=torch.int32)
-
-
-def order_names(ids: Ids, seed: int) -> Ids:
-    """Every identifier once, in an order that the seed fixes everywhere (raw PCG64).
-
-    >>> order_names(np.array(["b", "a", "b", "c"]), seed=0).tolist()
-    ['c', 'b', 'a']
-    """
-    names = np.unique(ids)
-    return names[np.argsort(np.random.PCG64(seed).random_raw(len(names)), kind="stable")]
-
-
-def take_names(samples: Samples, names: Ids) -> Samples:
-    """All samples of these identifiers, in the original order."""
-    return samples.take(np.flatnonzero(np.isin(samples.ids, names)))

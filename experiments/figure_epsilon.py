@@ -2,7 +2,7 @@
 
     python experiments/figure_epsilon.py                     # MNIST whole, CIFAR-10 reduced
     python experiments/figure_epsilon.py --full              # the paper's whole grid
-    python experiments/figure_epsilon.py --smoke --out DIR
+    python experiments/figure_epsilon.py --smoke
 
 The rows labelled 0.1, 1 and 10 certify 1.76, 6.57 and 28.4 (docs/errata.md, E1). "certified" rows
 have the same noise and radii small enough that the label is true.
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from arms import RETRAIN, Arm, list_arms
-from figure_budget import FULL, MODEL_SEEDS, SEEDS, identify
+from figure_budget import FULL
 from options import Options, drive
-from plots import DASHES, EPSILON_COLOURS, MARKERS, draw_lines, style_arm
-from problems import SETTINGS, load_problem
-from runs import Case, Store, run_cases
-from summary import average, compare, count_epochs, make_table
+from plots import EPSILON_COLOURS, draw_arms, style_arm
+from problems import SETTINGS
+from runs import Store, run_arms
+from summary import average, compare, count_epochs, list_budgets, make_table, publish
 
 EPSILONS = (0.1, 1.0, 10.0)
 REDUCED = {"mnist": tuple(range(1, 10)), "cifar10": (1, 4), "digits": (1,)}
@@ -34,85 +34,45 @@ def list_sweep(task: str) -> list[Arm]:
 def run(task: str, options: Options) -> None:
     """Whatever is missing."""
     budgets = options.budgets or (FULL if options.full else REDUCED)[task]
-    seeds, rate = options.seeds or SEEDS[task], SETTINGS[task].tuned_rate
-    arms = [RETRAIN, *list_sweep(task)]
-    cases = [Case(arm, b, s, rate) for b in budgets for s in range(seeds) for arm in arms]
-    run_cases(
-        load_problem(task, options.root),
-        options.take_part(cases),
-        Store(options.out, task),
-        model_seeds=MODEL_SEEDS[task],
-        compile=options.compile or True,
-    )
+    run_arms(task, options, [RETRAIN, *list_sweep(task)], budgets)
 
 
 def read_entries(task: str, out: Path) -> list[dict[str, Any]]:
-    """The finished runs of the sweep, and retraining."""
-    return [
-        entry
-        for entry in Store(out, task).read_paired(SETTINGS[task].tuned_rate)
-        if "sweep" in entry["key"] or entry["key"].startswith(RETRAIN.name)
-    ]
+    """The finished runs of the sweep, and retraining at its budgets."""
+    entries = Store(out, task).read_paired(SETTINGS[task].tuned_rate)
+    swept = [entry for entry in entries if "sweep" in entry["key"]]
+    budgets = list_budgets(swept)
+    retrained = (entry for entry in entries if entry["key"].startswith(RETRAIN.name))
+    return swept + [entry for entry in retrained if entry["budget"] in budgets]
 
 
 def plot(task: str, options: Options) -> None:
     """The figure, the table, and the paired differences between labels."""
-    out = options.out
-    entries = read_entries(task, out)
-    arms = [RETRAIN, *list_sweep(task)]
-    swept = {entry["budget"] for entry in entries if entry["method"] != "retrain"}
-    budgets = sorted(swept)
-    lines, styles = {}, {}
+    entries, name = read_entries(task, options.out), f"figure_epsilon_{task}"
+    arms, budgets = [RETRAIN, *list_sweep(task)], list_budgets(entries)
+    styles = {arm: (_name(arm), _style(arm)) for arm in arms if arm.version != "centre"}
+    title = f"{task}: gradient clipping by labelled ε"
+    draw_arms(entries, styles, options.out, name, title=title)
+    rows, pairs = [], []
     for arm in arms:
-        points = [(b, average(entries, budget=b, **identify(arm))) for b in budgets]
-        if arm.version != "centre":
-            lines[_name(arm)] = [(b, m.value, m.spread) for b, m in points if m.count]
-            styles[_name(arm)] = (
-                style_arm("retrain", "own")
-                if arm == RETRAIN
-                else {
-                    "color": EPSILON_COLOURS[arm.epsilon],
-                    "linestyle": DASHES[arm.version],
-                    "marker": MARKERS[arm.version],
-                }
-            )
-    draw_lines(
-        lines,
-        styles,
-        title=f"{task}: gradient clipping by labelled ε",
-        horizontal="budget (epochs)",
-        vertical="test accuracy (%)",
-        files=[out / f"figure_epsilon_{task}.{kind}" for kind in ("png", "svg")],
-    )
-    header = ["arm", "true ε", *(count_epochs(b) for b in budgets)]
-    rows = []
-    for arm in arms:
-        true = sorted(
-            {
-                e["true_epsilon"]
-                for e in entries
-                if identify(arm).items() <= e.items() and "true_epsilon" in e
-            }
-        )
-        told = (
-            "0"
-            if arm == RETRAIN
-            else " … ".join(dict.fromkeys(f"{t:.3g}" for t in (true[:1] + true[-1:])))
-        )
-        means = [average(entries, budget=b, **identify(arm)) for b in budgets]
-        rows.append([_name(arm), told, *means])
-    pairs = []
-    for version in ("printed", "certified", "centre"):
+        own = [e for e in entries if arm.fields.items() <= e.items()]
+        true = sorted(e.get("true_epsilon", 0.0) for e in own)
+        shown = " … ".join(dict.fromkeys(f"{t:.3g}" for t in true[:1] + true[-1:]))
+        rows.append([_name(arm), shown, *(average(own, budget=b) for b in budgets)])
+    for arm in list_arms(("gradient-clipping",)):
         for a, b in ((1.0, 0.1), (10.0, 1.0)):
-            first = {"method": "gradient-clipping", "version": version, "epsilon": a}
-            differences = [
-                compare(entries, first, first | {"epsilon": b}, budget=n) for n in budgets
-            ]
-            pairs.append([f"{version}: ε = {a:g} − ε = {b:g}", *differences])
-    text = make_table(header, rows) + "\n\n"
-    text += make_table(["paired difference, 95 %", *header[2:]], pairs) + "\n"
-    (out / f"figure_epsilon_{task}.md").write_text(text, encoding="utf-8")
-    print(text)
+            one, two = (arm.fields | {"epsilon": label} for label in (a, b))
+            found = [compare(entries, one, two, budget=n) for n in budgets]
+            pairs.append([f"{arm.version}: ε = {a:g} − ε = {b:g}", *found])
+    header = [count_epochs(b) for b in budgets]
+    text = make_table(["arm", "true ε", *header], rows) + "\n\n"
+    text += make_table(["paired difference, 95 %", *header], pairs) + "\n"
+    publish(text, options.out / f"{name}.md")
+
+
+def _style(arm: Arm) -> dict[str, Any]:
+    plain = style_arm(arm.method, arm.version)
+    return plain if arm == RETRAIN else plain | {"color": EPSILON_COLOURS[arm.epsilon]}
 
 
 def _name(arm: Arm) -> str:

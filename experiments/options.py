@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
 
-from expunge import run_many
+import torch
 
 RESULTS = Path(__file__).parent / "results"
-Item = TypeVar("Item")
-SHARES = 4
+SMOKE = Path(__file__).parents[1] / "runs" / "smoke"
 
 
 @dataclass(frozen=True)
@@ -27,26 +22,14 @@ class Options:
     seeds: int | None
     full: bool
     plot: bool
-    plain: bool
     smoke: bool
-    part: tuple[int, int] | None
-    arms: str
+    arms: tuple[str, ...]
     root: Path | None
     out: Path
-    ray: bool | str = False
 
-    @property
-    def compile(self) -> Any:
-        """How training runs: nothing, or one by one and uncompiled for comparison."""
-        return "one by one" if self.plain or self.smoke else None
-
-    def take_part(self, items: Sequence[Item]) -> list[Item]:
-        """This process's share of the work, of those arms that were asked for."""
-        wanted = [item for item in items if self.arms in getattr(item, "key", "")]
-        if self.part is None:
-            return wanted
-        place, count = self.part
-        return wanted[place::count]
+    def wants(self, key: str) -> bool:
+        """Whether the run of this name was asked for."""
+        return not self.arms or any(arm in key for arm in self.arms)
 
 
 def drive(
@@ -56,79 +39,48 @@ def drive(
     show: Callable[[str, Options], None],
     arguments: list[str] | None = None,
 ) -> None:
-    """Run what is missing, then show what there is (but not from one process's share of it)."""
+    """Run what is missing, then show what there is."""
     options = read_options(about, tasks, arguments)
-    if options.ray:
-        run_on_ray(options.ray, sys.argv[1:] if arguments is None else arguments)
-    for task in options.tasks:
-        if not options.plot:
-            run(task, options)
-        if not options.part:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for task in options.tasks:
+            if not options.plot:
+                run(task, options)
             show(task, options)
-
-
-def run_on_ray(ray: bool | str, arguments: list[str]) -> None:
-    """Shares of this script's runs as processes on Ray; one whose worker died is taken up again.
-
-    Finished runs are in the results, so whatever a share did before it died is not done twice.
-    """
-    place = arguments.index("--ray")
-    given = arguments[place + 1 : place + 2]
-    rest = arguments[:place] + arguments[place + (2 if given == [ray] else 1) :]
-    items = {
-        f"share-{n}": [sys.executable, sys.argv[0], *rest, "--part", f"{n}/{SHARES}"]
-        for n in range(SHARES)
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        outcomes = run_many(subprocess.check_call, items, folder, ray=ray, progress=True)
-    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
-    if failed:
-        raise SystemExit(f"shares that failed: {failed}")
+    finally:
+        torch.set_num_threads(threads)
 
 
 def read_options(
     about: str | None, tasks: tuple[str, ...], arguments: list[str] | None = None
 ) -> Options:
     """Parse the command line of a script that can run on these tasks."""
-    text = (about or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=text)
+    parser = argparse.ArgumentParser(description=(about or "").splitlines()[0])
     parser.add_argument("--task", choices=[*tasks, "all"], default="all")
     parser.add_argument("--budgets", type=float, nargs="+", default=[], help="in epochs")
     parser.add_argument("--seeds", type=int, help="number of seeds, paired across arms")
     parser.add_argument("--full", action="store_true", help="the paper's whole grid")
     parser.add_argument("--plot", action="store_true", help="run nothing, draw what is there")
-    parser.add_argument("--plain", action="store_true", help="one run at a time, not compiled")
     parser.add_argument("--smoke", action="store_true", help="scikit-learn's digits, tiny")
-    parser.add_argument("--part", type=_read_part, help="i/n: this process's share of the runs")
-    parser.add_argument("--ray", nargs="?", const=True, default=False, help="[ADDRESS]: run on Ray")
-    parser.add_argument("--arms", default="", help="only runs whose name contains this")
+    parser.add_argument("--arms", nargs="+", default=[], help="only runs with this in their name")
     parser.add_argument("--root", type=Path, help="folder of the data; default EXPUNGE_DATA")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    add_out(parser)
     given = parser.parse_args(arguments)
-    chosen = tasks if given.task == "all" else (given.task,)
-    return Options(
-        ("digits",) if given.smoke else chosen,
-        tuple(given.budgets),
-        given.seeds,
-        given.full,
-        given.plot,
-        given.plain,
-        given.smoke,
-        given.part,
-        given.arms,
-        given.root,
-        given.out,
-        given.ray,
-    )
+    chosen = ("digits",) if given.smoke else tasks if given.task == "all" else (given.task,)
+    flags = {name: getattr(given, name) for name in ("seeds", "full", "plot", "smoke", "root")}
+    lists = {"tasks": chosen, "budgets": tuple(given.budgets), "arms": tuple(given.arms)}
+    return Options(**flags, **lists, out=choose_out(given))
 
 
-def _read_part(text: str) -> tuple[int, int]:
-    """i of n.
+def add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", type=Path, help="default: results, of smoke runs runs/smoke")
 
-    >>> _read_part("1/2")
-    (1, 2)
-    """
-    place, _, count = text.partition("/")
-    if not (place.isdigit() and count.isdigit() and int(place) < int(count)):
-        raise argparse.ArgumentTypeError(f"part is {text!r}; it must be i/n with 0 <= i < n")
-    return int(place), int(count)
+
+def choose_out(given: argparse.Namespace) -> Path:
+    """Where results go: a smoke run never touches those that are committed."""
+    out = given.out or (SMOKE if given.smoke else RESULTS)
+    if given.smoke and out.resolve() == RESULTS.resolve():
+        raise SystemExit(f"--out is {out}, where the real results are; a smoke run needs another")
+    out.mkdir(parents=True, exist_ok=True)
+    return out

@@ -11,6 +11,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
+from arms import Arm
+from summary import average, list_budgets
+
 mpl.rcParams["svg.hashsalt"] = "expunge"  # the same picture is the same file
 
 # Okabe and Ito's palette; every line also has its own marker and dashes.
@@ -21,22 +24,13 @@ COLOURS = {
     "model-clipping": "#009E73",
     "dp-sgd": "#CC79A7",
 }
-DASHES = {
-    "initialisation": "-",
-    "own": "-",
-    "printed": "-",
-    "certified": "--",
-    "centre": ":",
-    "gaussian": "-.",
-}
-CONTROLS = ("centre", "gaussian")
-MARKERS = {
-    "initialisation": "*",
-    "own": "o",
-    "printed": "s",
-    "certified": "^",
-    "centre": "x",
-    "gaussian": "D",
+LOOKS = {  # version: dashes, marker
+    "initialisation": ("-", "*"),
+    "own": ("-", "o"),
+    "printed": ("-", "s"),
+    "certified": ("--", "^"),
+    "centre": (":", "x"),
+    "gaussian": ("-.", "D"),
 }
 EPSILON_COLOURS = {0.1: "#D55E00", 1.0: "#0072B2", 10.0: "#56B4E9"}
 WIDTH, HEIGHT = 5.0, 2.6
@@ -73,6 +67,27 @@ def draw_lines(
         axes.grid(alpha=0.25, linewidth=0.4)
         axes.legend(fontsize=5.5, frameon=False, loc="upper left", bbox_to_anchor=(1.01, 1.0))
         save_figure(figure, files)
+
+
+def draw_arms(
+    entries: list[dict[str, Any]],
+    styles: Mapping[Arm, tuple[str, Mapping[str, Any]]],
+    out: Path,
+    name: str,
+    *,
+    title: str,
+    logarithmic: bool = False,
+) -> None:
+    """Mean test accuracy against budget, an arm a line: its legend and its style."""
+    lines, looks = dict[str, list[tuple[float, float, float]]](), dict[str, Mapping[str, Any]]()
+    for arm, (label, style) in styles.items():
+        points = [(b, average(entries, budget=b, **arm.fields)) for b in list_budgets(entries)]
+        lines[label] = [(b, m.value, m.spread) for b, m in points if m.count]
+        looks[label] = style
+    draw_lines(
+        lines, looks, title=title, horizontal="budget (epochs)", vertical="test accuracy (%)",
+        files=[out / f"{name}.{kind}" for kind in ("png", "svg")], logarithmic=logarithmic,
+    )  # fmt: skip
 
 
 def draw_panels(
@@ -146,9 +161,6 @@ def style_arm(method: str, version: str) -> dict[str, Any]:
     >>> style_arm("retrain", "own")["marker"]
     'o'
     """
-    return {
-        "color": COLOURS[method],
-        "linestyle": DASHES[version],
-        "marker": MARKERS[version],
-        "alpha": 0.45 if version in CONTROLS else 1.0,
-    }
+    dashes, marker = LOOKS[version]
+    alpha = 0.45 if version in ("centre", "gaussian") else 1.0
+    return {"color": COLOURS[method], "linestyle": dashes, "marker": marker, "alpha": alpha}

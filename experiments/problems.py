@@ -19,14 +19,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import cifar
 import debian
 import features
-import mnist
-import networks
-from expunge import train
-from expunge.tasks import digits
-from expunge.tasks.samples import Samples, Task, split_validation
+import images
+from expunge import Data, Training
+from networks import Network, cifar_net, dense_net
+from samples import Ids, Samples, order_names, split_validation, take_names
 
 MODELS = Path(__file__).parent / "results" / "models"
 FEATURE_SIZE = 96
@@ -35,119 +33,148 @@ FORGET_FRACTION = 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """How a model that must forget was trained, and how models are trained afterwards."""
+    """How a model that must forget was trained, how models are trained afterwards; how many seeds
+    a figure has, and of how many such models: run s starts from model s modulo that number."""
 
     epochs: int
     learning_rate: float
+    seeds: int = 3
+    models: int = 3
     tuned_rate: float = 0.06
     batch_size: int = 128
     weight_decay: float = 5e-4
 
+    def train(self, epochs: float, rate: float) -> Training:
+        """The paper's training: SGD without momentum, linear one-cycle."""
+        return Training(
+            epochs=epochs, learning_rate=rate, batch_size=self.batch_size,
+            weight_decay=self.weight_decay, schedule="one-cycle",
+        )  # fmt: skip
+
 
 SETTINGS = {
-    "mnist": Setting(30, 0.06),
-    "cifar10": Setting(100, 0.1),
+    "mnist": Setting(30, 0.06, 5, 5),
+    "cifar10": Setting(100, 0.1, models=1),
     "cifar100": Setting(5, 0.1),
     "crossed_cifar10": Setting(100, 0.1),
     "transfer_cifar10": Setting(100, 0.1),
     "transfer_cifar100": Setting(100, 0.1),
-    "features_mnist": Setting(100, 0.1),
     "features_cifar10": Setting(100, 0.1),
     "features_cifar100": Setting(100, 0.1),
     "debian": Setting(30, 0.1),
-    "digits": Setting(3, 0.1),
+    "digits": Setting(3, 0.1, 2, 2),
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Data in its parts, how to build a fresh network, and the settings."""
+    """Data in its parts, the public seeded network, and the settings."""
 
     name: str
     train: Samples
     validation: Samples
     test: Samples
-    prepare: Callable[[Tensor], Tensor] | None
     build: Callable[[int], nn.Module]
-    setting: Setting
     forget_seed: int = 0
     forget_count: int | None = None
 
+    @property
+    def setting(self) -> Setting:
+        return SETTINGS[self.name]
+
     @functools.cached_property
-    def parts(self) -> tuple[Samples, Samples]:
-        """(retain, forget): ``forget_count`` random identifiers or a tenth, with their samples."""
-        order = debian.order_names(self.train.ids, self.forget_seed)
-        gone = order[: self.forget_count or round(FORGET_FRACTION * len(order))]
-        return tuple(debian.take_names(self.train, part) for part in (order[len(gone) :], gone))
+    def data(self) -> Data:
+        return self.train.data
+
+    @functools.cached_property
+    def people(self) -> Ids:
+        """``forget_count`` random identifiers, or a tenth: those who go."""
+        order = order_names(self.train.ids, self.forget_seed)
+        return order[: self.forget_count or round(FORGET_FRACTION * len(order))]
+
+    @functools.cached_property
+    def forgotten(self) -> Samples:
+        return take_names(self.train, self.people)
+
+    @property
+    def parts(self) -> dict[str, Samples]:
+        """What accuracies are measured on."""
+        return {"validation": self.validation, "test": self.test, "forget": self.forgotten}
+
+    @property
+    def retained(self) -> int:
+        """How many examples stay."""
+        return len(self.train) - len(self.forgotten)
+
+    @property
+    def classes(self) -> int:
+        return int(max(part.targets.max() for part in (self.train, self.test))) + 1
 
 
 @functools.cache
 def load_problem(name: str, root: Path | None = None) -> Problem:
     """A problem by its name; "digits" is the small one that the smoke runs use."""
+    kind, _, data = name.partition("_")
     match name:
         case "mnist":
-            return _make(name, mnist.load(root, validation=0), networks.mnist_net)
-        case "cifar10":
-            return _make(name, cifar.load("cifar10", root, validation=0), networks.cifar_net)
-        case "cifar100":
-            net = functools.partial(networks.cifar_net, 100)
-            return _make(name, cifar.load("cifar100", root, validation=0), net)
+            return _make(name, images.load_mnist(root), _dense(784, 5, 10))
+        case "cifar10" | "cifar100":
+            found = images.load_cifar(name, root)
+            return _make(name, found, functools.partial(cifar_net, found.classes))
+        case "digits":
+            return _make(name, images.load_digits(), _dense(64, 16, 10), held=50)
         case "crossed_cifar10":
             return _cross(load_problem("cifar100", root), load_problem("cifar10", root))
-        case "digits":
-            return _make(name, digits.load(), networks.digits_net, held=50)
-        case "features_mnist":
-            head = functools.partial(networks.head_net, 784, 10)
-            return _make(name, mnist.load(root, validation=0), head)
         case "debian":
-            task, encoder = debian.load(root), features.load_minilm()
-            parts = [
-                features.extract(part, encoder, batch_size=8_192)
-                for part in (task.train, task.validation, task.test)
-            ]
-            head = functools.partial(networks.head_net, 384, len(task.classes))
-            parts = [_rescale(part) for part in parts]
-            return Problem(name, *parts, None, _seeded(head), SETTINGS[name])
+            extract = functools.partial(
+                features.extract, name="minilm", load=features.load_minilm, batch_size=8_192
+            )
+            parts = [_rescale(extract(part)) for part in debian.load(root)]
+            return Problem(name, *parts, _dense(384, 32, 32, int(parts[0].targets.max()) + 1))
         case _:
-            kind, _, data = name.partition("_")
-            task = cifar.load(data, root, validation=0)
-            backbone = features.load_efficientnet_lite0(size=FEATURE_SIZE)
+            task = images.load_cifar(data, root)
+            load = functools.partial(features.ImageBackbone, FEATURE_SIZE)
             change = _project if kind == "transfer" else _rescale
-            extracted = [
-                change(features.extract(part, backbone, batch_size=125))
+            train, test = (
+                change(features.extract(part, f"efficientnet-lite0-{FEATURE_SIZE}", load))
                 for part in (task.train, task.test)
-            ]
-            width = extracted[0].inputs.shape[1]
-            head = functools.partial(networks.head_net, width, len(task.classes))
-            held, test = split_validation(extracted[1], 8_000)
-            return Problem(name, extracted[0], held, test, None, _seeded(head), SETTINGS[name])
+            )
+            held, test = split_validation(test, 8_000)
+            return Problem(
+                name, train, held, test, _dense(train.inputs.shape[1], 32, 32, task.classes)
+            )
 
 
-def _make(name: str, task: Task, net: Callable[..., nn.Module], held: int = 2_000) -> Problem:
-    validation, test = split_validation(task.test, len(task.test) - held)
-    return Problem(name, task.train, validation, test, task.normalise, _seeded(net), SETTINGS[name])
+def _dense(*sizes: int) -> Callable[[int], Network]:
+    return functools.partial(dense_net, sizes)
+
+
+def _make(
+    name: str, found: images.Images, net: Callable[..., Network], held: int = 2_000
+) -> Problem:
+    def build(seed: int) -> Network:
+        made = net(seed=seed)
+        made.mean, made.std = found.mean, found.std
+        return made
+
+    validation, test = split_validation(found.test, len(found.test) - held)
+    return Problem(name, found.train, validation, test, build)
 
 
 def _cross(public: Problem, private: Problem) -> Problem:
     """CIFAR-10 by what the paper's network learned on CIFAR-100: 64 channels at 2 x 2 places."""
-    backbone = nn.Sequential(
-        *list(load_model(public, 0).children())[:6], nn.AdaptiveAvgPool2d(2), nn.Flatten()
-    ).eval()
-    assert public.prepare is not None
-    prepare = public.prepare
+    learned = load_model(public, 0)
+    assert isinstance(learned, Network)
+    backbone = Network(*list(learned.children())[:6], nn.AdaptiveAvgPool2d(2), nn.Flatten()).eval()
+    backbone.mean, backbone.std = learned.mean, learned.std
 
     def extract(samples: Samples) -> Samples:
         with torch.no_grad():
-            found = [backbone(prepare(part)) for part in samples.inputs.split(500)]
+            found = [backbone(part) for part in samples.inputs.split(500)]
         return _rescale(Samples(torch.cat(found), samples.targets, samples.ids))
 
     parts = [extract(part) for part in (private.train, private.validation, private.test)]
-    head = functools.partial(networks.head_net, 256, 10)
-    return Problem("crossed_cifar10", *parts, None, _seeded(head), SETTINGS["crossed_cifar10"])
-
-
-def _seeded(net: Callable[..., nn.Module]) -> Callable[[int], nn.Module]:
-    return lambda seed: net(generator=torch.Generator().manual_seed(seed))
+    return Problem("crossed_cifar10", *parts, _dense(256, 32, 32, 10))
 
 
 def _project(samples: Samples) -> Samples:
@@ -160,7 +187,7 @@ def _project(samples: Samples) -> Samples:
 
 def _rescale(samples: Samples) -> Samples:
     """d features scaled to length √d, each sample alone: no constant is computed from the data."""
-    x = samples.inputs
+    x: Tensor = samples.inputs
     x = x / x.norm(dim=1, keepdim=True) * x.shape[1] ** 0.5
     return Samples(x.contiguous(), samples.targets, samples.ids)
 
@@ -169,23 +196,18 @@ def load_model(problem: Problem, seed: int, folder: Path = MODELS) -> nn.Module:
     """The model that must forget; trained here, and kept, if it is not there."""
     path = folder / f"{problem.name}-{seed}.safetensors"
     net = problem.build(seed)
-    if path.exists():
-        net.load_state_dict(load_file(path))
-        return net
-    setting = problem.setting
-    train(
-        net,
-        problem.train,
-        epochs=setting.epochs,
-        learning_rate=setting.learning_rate,
-        batch_size=setting.batch_size,
-        weight_decay=setting.weight_decay,
-        schedule="one-cycle",
-        prepare=problem.prepare,
-        seed=seed,
-    )
+    if not path.exists():
+        setting = problem.setting
+        train = setting.train(setting.epochs, setting.learning_rate)
+        train(net, problem.train.pair, seed=seed)
+        save_model(net, path)
+    net.load_state_dict(load_file(path))
+    return net
+
+
+def save_model(net: nn.Module, path: Path) -> None:
+    """The file appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
     save_file(net.state_dict(), partial)
     partial.replace(path)
-    return net

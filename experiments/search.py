@@ -1,7 +1,7 @@
 """The hyper-parameter search: eight trials for every arm, retraining included, and more at an end.
 
     python experiments/search.py                  # MNIST and CIFAR-10 at one epoch
-    python experiments/search.py --smoke --out DIR
+    python experiments/search.py --smoke
 
 Chosen on 2,000 validation images that are neither training, nor forget, nor reported test data;
 the search has seeds of its own. Every arm gets the same number of trials: retraining from its own
@@ -14,21 +14,20 @@ of the figures and reported on the test images.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from arms import GAUSSIAN, RETRAIN, Arm
-from figure_budget import METHODS, MODEL_SEEDS, SEEDS
+from figure_budget import METHODS
 from options import Options, drive
-from problems import load_problem
+from problems import SETTINGS
 from runs import SEARCH_SEED, Case, Store, run_cases
-from summary import Difference, Mean, make_table
+from summary import Difference, Mean, make_table, publish
 
 ARMS = [RETRAIN, GAUSSIAN, *(Arm(method, "certified") for method in METHODS)]
 RATES = (0.03, 0.1, 0.3, 1.0)
 ALL_RATES = (0.01, 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0)
 LARGER = (2.0, 4.0, 8.0)
 ROWS = {"mnist": (1, 6), "cifar10": (1, 10), "digits": (1, 6)}
-BUDGET = {"mnist": 1, "cifar10": 1, "digits": 1}
+BUDGET = 1
 SEARCH_SEEDS = {
     "mnist": tuple(SEARCH_SEED + k for k in range(3)),
     "cifar10": (SEARCH_SEED,),
@@ -42,10 +41,9 @@ def list_trials(task: str, arm: Arm, seed: int) -> list[Case]:
     >>> {len(list_trials("mnist", arm, 0)) for arm in ARMS}
     {8}
     """
-    budget = BUDGET[task]
     if arm == RETRAIN:
-        return [Case(arm, budget, seed, rate) for rate in ALL_RATES]
-    return [Case(arm, budget, seed, rate, row=row) for row in ROWS[task] for rate in RATES]
+        return [Case(arm, BUDGET, seed, rate) for rate in ALL_RATES]
+    return [Case(arm, BUDGET, seed, rate, row=row) for row in ROWS[task] for rate in RATES]
 
 
 def widen(task: str, arm: Arm, store: Store) -> list[Case]:
@@ -55,7 +53,7 @@ def widen(task: str, arm: Arm, store: Store) -> list[Case]:
     larger = [each for each in LARGER if each > max(tried)]
     if rate < max(tried) or not larger:
         return []
-    return [Case(arm, BUDGET[task], seed, larger[0], row=row) for seed in SEARCH_SEEDS[task]]
+    return [Case(arm, BUDGET, seed, larger[0], row=row) for seed in SEARCH_SEEDS[task]]
 
 
 def read_scores(task: str, arm: Arm, store: Store) -> dict[tuple[float, float], list[float]]:
@@ -65,7 +63,7 @@ def read_scores(task: str, arm: Arm, store: Store) -> dict[tuple[float, float], 
     for seed in SEARCH_SEEDS[task]:
         grid = list_trials(task, arm, seed)
         rows = sorted({case.row for case in grid})
-        beyond = [Case(arm, BUDGET[task], seed, rate, row=row) for rate in LARGER for row in rows]
+        beyond = [Case(arm, BUDGET, seed, rate, row=row) for rate in LARGER for row in rows]
         for case in [*grid, *(case for case in beyond if case.key in done)]:
             found = done[case.key]["validation"]
             scores.setdefault((case.learning_rate, case.row), []).append(found)
@@ -81,63 +79,49 @@ def choose(task: str, arm: Arm, store: Store) -> tuple[float, float, float]:
 
 def run(task: str, options: Options) -> None:
     """All trials, then what was chosen with the paired seeds."""
-    problem, store = load_problem(task, options.root), Store(options.out, task)
-    shared: dict[str, Any] = {
-        "model_seeds": MODEL_SEEDS[task],
-        "compile": options.compile or True,
-    }
+    store = Store(options.out, task)
     trials = [c for s in SEARCH_SEEDS[task] for arm in ARMS for c in list_trials(task, arm, s)]
-    run_cases(problem, options.take_part(trials), store, **shared)
-    if options.part is None:
-        while further := [case for arm in ARMS for case in widen(task, arm, store)]:
-            run_cases(problem, further, store, **shared)
-        run_cases(problem, list_chosen(task, options.seeds or SEEDS[task], store), store, **shared)
+    run_cases(task, options, trials)
+    while further := [case for arm in ARMS for case in widen(task, arm, store)]:
+        run_cases(task, options, further)
+    chosen = [c for arm in ARMS for c in list_chosen(task, arm, store, options.seeds)]
+    run_cases(task, options, chosen)
 
 
-def list_chosen(task: str, seeds: int, store: Store) -> list[Case]:
-    """The chosen trial of every arm with the paired seeds."""
-    cases = []
-    for arm in ARMS:
-        rate, row, _ = choose(task, arm, store)
-        cases += [Case(arm, BUDGET[task], s, rate, row=row) for s in range(seeds)]
-    return cases
+def list_chosen(task: str, arm: Arm, store: Store, seeds: int | None = None) -> list[Case]:
+    """The chosen trial of an arm with the paired seeds."""
+    rate, row, _ = choose(task, arm, store)
+    numbers = range(seeds or SETTINGS[task].seeds)
+    return [Case(arm, BUDGET, seed, rate, row=row) for seed in numbers]
 
 
 def compare_tuned(task: str, out: Path, one: Arm, two: Arm) -> Difference:
     """Paired difference of two arms on the test images, each as it was tuned."""
-    store, seeds = Store(out, task), range(SEEDS[task])
-    done, found = store.read(), []
-    for arm in (one, two):
-        rate, row, _ = choose(task, arm, store)
-        cases = [Case(arm, BUDGET[task], s, rate, row=row) for s in seeds]
-        found.append([done[case.key]["test"] for case in cases])
-    return Difference.of(*found)
+    store = Store(out, task)
+    done, chosen = store.read(), (list_chosen(task, arm, store) for arm in (one, two))
+    return Difference.of(*([done[case.key]["test"] for case in cases] for cases in chosen))
 
 
 def write(task: str, options: Options) -> None:
     """What was chosen, how it does on the test images, and against tuned retraining."""
-    store, out = Store(options.out, task), Path(options.out)
-    done, seeds = store.read(), range(options.seeds or SEEDS[task])
-    found: dict[Arm, list[float]] = {}
-    rows = []
+    store = Store(options.out, task)
+    done, found, rows = store.read(), dict[Arm, list[float]](), []
     for arm in ARMS:
-        rate, row, validation = choose(task, arm, store)
-        cases = [Case(arm, BUDGET[task], s, rate, row=row) for s in seeds]
-        entries = [done[case.key] for case in cases]
+        rate, _, validation = choose(task, arm, store)
+        entries = [done[case.key] for case in list_chosen(task, arm, store, options.seeds)]
         found[arm] = [entry["test"] for entry in entries]
         scale = entries[0].get("scale") or entries[0].get("recipe", {}).get("noise_std")
         noise = "–" if scale is None else f"{scale:.3g}"
         ahead = Difference.of(found[arm], found[RETRAIN])
-        told = "–" if arm == RETRAIN else ahead
+        shown = "–" if arm == RETRAIN else ahead
         trials = len(read_scores(task, arm, store))
-        rows.append([arm.name, trials, rate, noise, f"{validation:.2f}", Mean.of(found[arm]), told])
+        rows.append(
+            [arm.name, trials, rate, noise, f"{validation:.2f}", Mean.of(found[arm]), shown]
+        )
     header = ["arm", "trials", "rate", "noise", "validation", "test", "− retrain, own (tuned)"]
-    text = (
-        f"Budget {BUDGET[task]} epoch; eight trials each, and larger rates until one is worse:\n\n"
-    )
+    text = f"Budget {BUDGET} epoch; eight trials each, and larger rates until one is worse:\n\n"
     text += make_table(header, rows) + "\n"
-    (out / f"search_{task}.md").write_text(text, encoding="utf-8")
-    print(text)
+    publish(text, options.out / f"search_{task}.md")
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scipy import stats
+
+from arms import Arm
 
 Entry = dict[str, Any]
 
@@ -18,7 +21,7 @@ class Mean:
     """A mean over ``count`` seeds, and its spread (the sample standard deviation).
 
     >>> str(Mean.of([80.0, 82.0])), str(Mean.of([]))
-    ('81.00 ± 1.41', '–')
+    ('81.00 ± 1.41', 'not run')
     """
 
     value: float
@@ -34,7 +37,9 @@ class Mean:
         return cls(float(np.mean(values)), spread, n)
 
     def __str__(self) -> str:
-        return "–" if self.count == 0 else f"{self.value:.2f} ± {self.spread:.2f}"
+        if self.count < 2:
+            return f"{self.value:.2f}, 1 seed" if self.count else "not run"
+        return f"{self.value:.2f} ± {self.spread:.2f}"
 
 
 @dataclass(frozen=True)
@@ -73,10 +78,8 @@ class Difference:
         return bool(self.value > half)
 
     def __str__(self) -> str:
-        if self.count == 0:
-            return "–"
-        if self.count == 1:
-            return f"{self.value:+.2f}, 1 pair"
+        if self.count < 2:
+            return f"{self.value:+.2f}, 1 pair" if self.count else "not run"
         return f"{self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}], {self.count} pairs"
 
 
@@ -113,6 +116,25 @@ def compare(
     return Difference.of([one[s][measure] for s in seeds], [two[s][measure] for s in seeds])
 
 
+def span(differences: Iterable[Difference]) -> str:
+    """The smallest and the largest of some mean differences.
+
+    >>> span([Difference.of([3.0], [1.0]), Difference.of([3.0], [4.0])])
+    '-1.00 … +2.00'
+    """
+    values = [d.value for d in differences if not math.isnan(d.value)]
+    if not values:
+        return "–"
+    low, high = f"{min(values):+.2f}", f"{max(values):+.2f}"
+    return low if low == high else f"{low} … {high}"
+
+
+def count_level(differences: Iterable[Difference]) -> str:
+    """In how many of several comparisons 0 lies inside the interval."""
+    found = [d for d in differences if d.count > 1]
+    return f"0 inside the interval at {sum(d.low <= 0 <= d.high for d in found)} of {len(found)}"
+
+
 def make_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table.
 
@@ -133,3 +155,34 @@ def count_epochs(number: float) -> str:
     ('1 epoch', '0.5 epochs')
     """
     return f"{number:g} epoch{'' if number == 1 else 's'}"
+
+
+def list_budgets(entries: Iterable[Entry]) -> list[float]:
+    """All budgets that were run, in order."""
+    return sorted({entry["budget"] for entry in entries})
+
+
+def tabulate_arms(
+    entries: Sequence[Entry],
+    arms: Iterable[Arm],
+    pairs: Iterable[tuple[Arm, Arm]],
+    grid: Sequence[float] = (),
+) -> str:
+    """Means by arm and budget of the grid and beyond, then paired differences; a cell that was not
+    run says so."""
+    budgets = sorted({*grid, *list_budgets(entries)})
+    header = [count_epochs(b) for b in budgets]
+    means = [[a.name, *(average(entries, budget=b, **a.fields) for b in budgets)] for a in arms]
+    ran = list_budgets(entries)
+    paired = [
+        [f"{a.name} − {b.name}", *(compare(entries, a.fields, b.fields, budget=n) for n in ran)]
+        for a, b in pairs
+    ]
+    text = make_table(["arm", *header], means) + "\n\n"
+    return text + make_table(["paired difference, 95 %", *map(count_epochs, ran)], paired) + "\n"
+
+
+def publish(text: str, path: Path) -> None:
+    """Write a table, and print it."""
+    path.write_text(text, encoding="utf-8")
+    print(text)

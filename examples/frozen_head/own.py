@@ -1,4 +1,4 @@
-"""A public network, frozen, and the digits of people: python own.py makes the network's file."""
+"""A published network, frozen, and the digits of people: python own.py makes the network's file."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ from safetensors.torch import load_file, save_file
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+
+import expunge
 
 BACKBONE = Path(__file__).with_name("backbone.safetensors")
 PUBLIC, TEST = 600, 300  # the first images stand for somebody else's data, the last are the test
@@ -16,9 +17,8 @@ PUBLIC, TEST = 600, 300  # the first images stand for somebody else's data, the 
 def read() -> tuple[torch.Tensor, torch.Tensor]:
     """All images of scikit-learn's digits, their pixels from 0 to 1."""
     images, targets = load_digits(return_X_y=True)
-    return torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16, torch.tensor(
-        targets
-    )
+    pixels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return pixels, torch.tensor(targets)
 
 
 def make_network() -> nn.Sequential:
@@ -29,21 +29,19 @@ def make_network() -> nn.Sequential:
 
 
 def build() -> nn.Module:
-    """The public network as it was published. It never saw the people below."""
+    """The network as it was published. It never saw the people below."""
     network = make_network()
     network.load_state_dict(load_file(BACKBONE))
     return network.requires_grad_(False)
 
 
-def load() -> dict:
+def load() -> expunge.Data:
     """Four digits of each person, and a test set of digits by others."""
     images, targets = (part[PUBLIC:] for part in read())
     people = len(targets) - TEST
-    return {
-        "train": TensorDataset(images[:people], targets[:people]),
-        "ids": [f"person-{i // 4:03d}" for i in range(people)],
-        "test": TensorDataset(images[people:], targets[people:]),
-    }
+    ids = [f"person-{i // 4:03d}" for i in range(people)]
+    test = expunge.Data((images[people:], targets[people:]))
+    return expunge.Data((images[:people], targets[:people]), ids=ids, test=test)
 
 
 if __name__ == "__main__":
