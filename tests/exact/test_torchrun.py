@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
+import os
 import sys
 import torch
 import torch.distributed as dist
@@ -46,8 +47,9 @@ if dist.get_rank() == 0:
     release.save(out)
 if kind == "ddp":
     assert type(release.model) is nn.Sequential  # as build() gave it, without the wrapper
-dist.barrier()  # torch's gloo threads may not outlive the interpreter with a tensor in hand
+dist.barrier()
 dist.destroy_process_group()
+os._exit(0)  # gloo's threads may abort an interpreter that is taken down around them
 """
 
 

@@ -410,6 +410,7 @@ def run_rank(folder: str, rank: int) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(pin_rank(rank, 2)))
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort an interpreter that is taken down around them
 
 
 SECTIONS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,7 @@ def main(folder: Path, rank: int) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(report))
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads may abort an interpreter that is taken down around them
 
 
 if __name__ == "__main__":
