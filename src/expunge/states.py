@@ -51,14 +51,13 @@ from expunge.files import (
     sync_folder,
     write_atomic,
 )
-from expunge.manifests import Entry, Manifest, Written, damaged, read_manifest
+from expunge.manifests import Announced, Entry, Manifest, damaged, read_manifest
 
 HASH_BYTES = 16
 _SMALL = 65_536
 _LEFT = re.compile(r".+\.[0-9a-f]{24}|\..+\.tmp")
 _LIST = re.compile(r"forgotten\.([0-9]{12})\.[0-9a-f]{24}")
-Content = bytes | memoryview
-Change = Content | Path | None
+Change = bytes | memoryview | None
 
 
 class State:
@@ -193,9 +192,8 @@ class State:
             return memoryview(self._memory[name])
         try:
             return self._read(self.path, self.manifest.files[name])
-        except FileNotFoundError:
-            if read_manifest(self.path).generation == self.generation:
-                raise damaged(self.path, name, "is missing") from None
+        except FileNotFoundError as error:
+            self._check_replaced(self.path, error)
             self.refresh()
             return self.read(name)
 
@@ -207,9 +205,12 @@ class State:
                 self._read_lists(self.path)
                 break
             except FileNotFoundError as error:
-                if read_manifest(self.path).generation == self.generation:
-                    name = Path(error.filename).name
-                    raise damaged(self.path, name, "is missing") from None
+                self._check_replaced(self.path, error)
+
+    def _check_replaced(self, folder: Path, error: FileNotFoundError) -> None:
+        """A file that is gone was replaced by another process, or it is missing."""
+        if read_manifest(folder).generation == self.generation:
+            raise damaged(folder, Path(error.filename).name, "is missing") from None
 
     def _read(self, folder: Path, entry: Entry) -> memoryview:
         with (folder / entry.file).open("rb") as file:
@@ -264,7 +265,7 @@ class State:
         readmit: Iterable[bytes] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Replace contents, all or nothing; None removes one, a Path is a finished :meth:`draft`.
+        """Replace contents, all or nothing; None removes one.
 
         ``forget`` are the marks of those who go and how many rows they had: they enter the list of
         the forgotten and are pending. ``readmit`` are those who leave that list.
@@ -286,8 +287,8 @@ class State:
         if self.path is None:
             self._memory = {name: self._memory[name] for name in files}
             for name, data in given:
-                self._memory[name] = data.read_bytes() if isinstance(data, Path) else bytes(data)
-                files[name] = Entry("", str(generation), len(self._memory[name]))
+                self._memory[name] = bytes(data)
+                files[name] = Entry("", str(generation), len(data))
             self.manifest = replace(self.manifest, files=files, generation=generation, **told)
             self._listed = self._listed if listed is None else listed
             return
@@ -323,12 +324,6 @@ class State:
                 (folder / file).unlink(missing_ok=True)
                 self._checked.pop(file, None)
 
-    def draft(self) -> Path:
-        """A new name for a file that :meth:`commit` will take; one never taken is removed later."""
-        if self.path is None:
-            raise InputError("a state in memory has no folder to write into")
-        return self.path / f".{secrets.token_hex(8)}.tmp"
-
     def _check_files(self, folder: Path) -> None:
         """Everything the manifest names is there; small files are also what was written."""
         for entry in self.manifest.files.values():
@@ -337,8 +332,8 @@ class State:
                     self._read(folder, entry)
                 elif (folder / entry.file).stat().st_size != entry.size:
                     raise damaged(folder, entry.file, "is not what was written")
-            except FileNotFoundError:
-                raise damaged(folder, entry.file, "is missing") from None
+            except FileNotFoundError as error:
+                self._check_replaced(folder, error)
 
     def _remove_leftovers(self, folder: Path) -> None:
         """What a killed process left, or somebody restored, and the manifest does not name."""
@@ -365,9 +360,11 @@ class State:
         """What a release runs around writing its folder, given that and certificate.json's bytes.
 
         ``named`` are the marks of those whom the certificate names. A release that another one
-        overtook is refused: two certificates would have one parent.
+        overtook is refused: two certificates would have one parent. So is one that was made before
+        an older folder was restored: those whom it says to be gone are here again.
         """
         marks, parent = tuple(sorted(mark.hex() for mark in named)), self.parent
+        made = self.generation
 
         @contextmanager
         def save(folder: Path, certificate: bytes) -> Generator[None]:
@@ -375,58 +372,48 @@ class State:
                 if self.parent == certificate:
                     yield  # a second copy
                     return
-                if self.parent != parent:
+                restored = self.unsettled or self.generation < made
+                if restored or self.parent != parent:
+                    what = "a backup was restored" if restored else "another release was written"
                     raise UnlearningError(
-                        "another release of this state was written since this one was made; call "
+                        f"{what} since this release of the state {self.path} was made; call "
                         "release() again and save that"
                     )
                 out, digest = str(Path(folder).absolute()), hashlib.sha256(certificate).hexdigest()
-                self._write({}, announced=Written(marks, out, digest))
+                self._write({}, announced=Announced(marks, out, digest))
                 yield
                 self._finish(certificate)
 
         return save
 
     def _finish(self, certificate: bytes) -> None:
-        done = self.manifest.announced
-        left = self.manifest.pending.items() if done is not None else ()
-        people = {mark: rows for mark, rows in left if done and mark not in done.named}
-        change = {"certificate.json": certificate}
-        self._write(change, pending=people, announced=None, written=done)
+        assert self.manifest.announced is not None
+        named = self.manifest.announced.named
+        left = {mark: rows for mark, rows in self.manifest.pending.items() if mark not in named}
+        self._write({"certificate.json": certificate}, pending=left, announced=None)
 
     def _recover(self) -> None:
-        """Finish a release whose folder is there; take back the announcement of one that is not."""
-        if (announced := self.manifest.announced) is not None:
-            data = announced.read_certificate()
-            if data is not None and announced.is_after(data, self.parent):
-                self._finish(data)
+        """Finish a release whose folder is there; take back the announcement of one that is not.
+
+        Not under a newer list of the forgotten, which the next generation would outdate: that waits
+        for the request that settles it.
+        """
+        if (announced := self.manifest.announced) is not None and not self.unsettled:
+            if (certificate := announced.read(self.parent)) is not None:
+                self._finish(certificate)
             else:
                 self._write({}, announced=None)
 
-    def find_written(self, named: Iterable[bytes]) -> Path | None:
-        """The folder of the last release, if it names these people and is still there: then the
-        same request again needs no new one."""
-        last = self.manifest.written
-        if last is None or set(last.named) != {mark.hex() for mark in named}:
-            return None
-        return None if last.read_certificate() is None else Path(last.out)
-
 
 def _write_content(
-    folder: Path, name: str, data: Content | Path, present: Collection[str] = ()
+    folder: Path, name: str, data: bytes | memoryview, present: Collection[str] = ()
 ) -> Entry:
     """A content under the name of its hash, not yet durable; what is ``present`` stays."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            digest, size = hashlib.file_digest(file, "sha256").hexdigest(), data.stat().st_size
-    else:
-        digest, size = hashlib.sha256(data).hexdigest(), len(data)
-    entry = Entry(f"{name}.{digest[:24]}", digest, size)
+    digest = hashlib.sha256(data).hexdigest()
+    entry = Entry(f"{name}.{digest[:24]}", digest, len(data))
     place = folder / entry.file
     place.parent.mkdir(exist_ok=True, mode=0o700)
-    if isinstance(data, Path):
-        data.replace(place)
-    elif entry.file not in present:
+    if entry.file not in present:
         with open(place, "wb", opener=open_private) as file:
             file.write(data)
     return entry

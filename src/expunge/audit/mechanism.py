@@ -4,8 +4,8 @@
 (``trials``). The equation is then attacked: adversaries choose starts and retained data, statistics
 score what is released (``attacks``), exact intervals turn counts into bounds (``bounds``). A pilot
 of every adversary trains the statistics by its first half and chooses among them by the second; all
-other trials are fresh. The audit of a run also looks at the noise of a long vector (``cells``) and
-at that in its record, and verifies its certificate.
+other trials are fresh. The audit of a run also looks at the noise in its record, and verifies its
+certificate.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from expunge.accounting.guarantee import guarantee, log_delta
 from expunge.accounting.precision import choose_precision, list_levels
 from expunge.audit.attacks import Adversary, Array, Statistic, fit_statistics, list_adversaries
 from expunge.audit.bounds import Audit, Claim, Threshold, choose_thresholds, conclude, share
-from expunge.audit.cells import examine_cells
 from expunge.audit.trials import SIZE, choose_noise, compare_engine, release_rows
 from expunge.certificates.record import Record
 from expunge.certificates.verification import verify
@@ -189,15 +188,11 @@ def audit_run(folder: str | Path, *, seed: int | None = None, **options: Any) ->
     claims = Claim("epsilon", c.retrained.epsilon, c.delta), mu, *deltas
     found = audit_mechanism(recipe, delta=c.delta, claims=claims, seed=seed, **options)
     problems, chance = [*found.problems, *checked.problems], None
-    cells = examine_cells(recipe, seed=seed, progress=options.get("progress", False))
-    if cells is not None and cells.p_value < IMPROBABLE:
-        problems.append(f"a long vector's noise is not of its law: {cells.oddest}")
     if (kept := place / "record.json").exists():
         chance = judge_noise(Record.load(kept))
         if chance < IMPROBABLE:
             problems.append(f"its realised noise is not of its noise_std (p = {chance:.1e})")
-    given = {"problems": tuple(problems), "cells": cells, "noise_p_value": chance}
-    found = conclude(replace(found, **given))
+    found = conclude(replace(found, problems=tuple(problems), noise_p_value=chance))
     text = json.dumps(to_plain(found), ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(place / "audit.json", (text + "\n").encode(), private=True)
     return found
