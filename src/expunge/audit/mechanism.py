@@ -30,7 +30,7 @@ from expunge.certificates.record import Record
 from expunge.certificates.verification import verify
 from expunge.errors import InputError
 from expunge.files import to_plain, write_atomic
-from expunge.progress import Bar
+from expunge.progress import open_bar
 from expunge.recipes import Execution, NoisyRecipe, method_name, to_dict
 
 BLOCK = 1 << 15
@@ -91,11 +91,11 @@ def audit_mechanism(
     fresh = int(remaining / pace) if trials is None else trials - pilots
     fresh = min(max(fresh, pilots), MOST)
     counts = np.zeros((len(best.thresholds), 4), np.int64)
-    with Bar(fresh, "auditing", wanted=progress) as bar:
+    with open_bar(fresh, "auditing", progress) as update:
         for worlds in _run(best.adversary, fresh, seed, len(adversaries) << 20):
             scores = [best.statistic.score(world) for world in worlds]
             counts += [threshold.count(*scores) for threshold in best.thresholds]
-            bar.update(int(counts[0, 1] + counts[0, 3]))
+            update(int(counts[0, 1] + counts[0, 3]))
     proved = [
         replace(found.claim, proved=max(float(found.claim.bound(row, alpha)), 0.0))
         for found, row in zip(best.thresholds, counts, strict=True)

@@ -7,6 +7,7 @@ import inspect
 import math
 import tomllib
 from collections.abc import Callable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -17,10 +18,9 @@ from expunge.display import tabulate
 from expunge.errors import InputError
 from expunge.recipes import (
     METHODS,
-    Parameter,
     Recipe,
-    describe_fields,
     from_dict,
+    list_required,
     method_name,
     to_dict,
 )
@@ -45,18 +45,18 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
 
     The command gets them as ``data``, the recipe as plain data.
     """
-    described = dict[str, Parameter]()
+    described = dict[str, Field[Any]]()
     for kind in METHODS.values():
-        described = {p.name: p for p in describe_fields(kind)} | described
+        described = {field.name: field for field in fields(kind)} | described
     file = typer.Option(
         "--recipe", help="TOML file with method = … and its parameters; may hold lists."
     )
     said = f"one of {', '.join(METHODS)}; left out with --recipe."
     method = typer.Argument(metavar="METHOD", show_default=False, help=said)
     added: dict[str, Any] = {"method": Annotated[str | None, method]}
-    for name, parameter in described.items():
-        kind = TYPES.get(parameter.kind, float) | None
-        added[name] = Annotated[kind, typer.Option(help=parameter.meaning)]
+    for name, field in described.items():
+        kind = TYPES.get(field.metadata["kind"], float) | None
+        added[name] = Annotated[kind, typer.Option(help=field.metadata["meaning"])]
     added["recipe"] = Annotated[Path | None, file]
     own = inspect.signature(command, eval_str=True).parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -111,10 +111,10 @@ def calibrate(
 
     if data.get("method") not in METHODS:
         from_dict(data)
-    described = describe_fields(cast(str, data["method"]))
-    missing = [p.name for p in described if p.required and p.name not in data]
+    missing = [name for name in list_required(data["method"]) if name not in data]
     if len(missing) != 1 or missing[0] not in FREE:
-        choice = ", ".join(p.name for p in described if p.name in FREE)
+        names = (field.name for field in fields(METHODS[data["method"]]))
+        choice = ", ".join(name for name in names if name in FREE)
         raise InputError(
             f"calibrate needs exactly one of {choice} left out; missing here: "
             f"{', '.join(missing) or 'nothing'}"
