@@ -22,12 +22,15 @@ from expunge.display import Shown, round_up, tabulate
 from expunge.errors import InputError
 
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
-Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "schedule"]
+Kind = Literal[
+    "radius", "nonnegative", "positive", "fraction", "whole", "schedule", "epsilon", "delta"
+]
 ComparedTo = Literal["retrained", "centre"]
 # A guarantee is verified step by step in 50 digits; a step of model clipping takes longest.
 MAX_STEPS, MAX_MIXING_STEPS = 1_000_000, 10_000
 # Nearer to 1, floats no longer say how much 1 - γλ leaves of the old model.
 LEAST_CONTRACTION = 1e-6
+MAX_EPSILON = 709.0  # beyond it e^ε is not a finite float and the statement says nothing
 
 
 def _describe(kind: Kind, meaning: str) -> Mapping[str, str]:
@@ -244,6 +247,8 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "nonnegative": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
     "positive": ("a finite number > 0", lambda x: 0 < x < math.inf),
     "fraction": ("a number in [0, 1)", lambda x: 0 <= x < 1),
+    "delta": ("a number in (0, 1)", lambda x: 0 < x < 1),
+    "epsilon": ("a number in [0, 709] (e^epsilon must be finite)", lambda x: 0 <= x <= MAX_EPSILON),
     "whole": ("a whole number >= 1", lambda x: 1 <= x <= 2**53 and x == math.floor(x)),
 }
 

@@ -16,6 +16,7 @@ import typer
 from expunge.cli.text import AsJson, ComparedTo, print_json, write
 from expunge.display import tabulate
 from expunge.errors import InputError
+from expunge.files import to_plain
 from expunge.recipes import (
     METHODS,
     Recipe,
@@ -177,10 +178,8 @@ def plan(
 
 def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool) -> None:
     """The recipe and what it certifies, as two small tables or as one object."""
-    from expunge.accounting.guarantee import guarantee_to_dict
-
     if as_json:
-        print_json(guarantee_to_dict(recipe, found))
+        print_json(to_plain(to_dict(recipe)) | to_plain(found))
         return
     rows = _list_values(recipe)
     write(tabulate(method_name(recipe), rows))
