@@ -4,15 +4,15 @@ Full words outside, the paper's letters inside (docs/theory.md):
 start_clip C0 · grad_clip C1 · model_clip C2 · learning_rate γ · weight_decay λ · noise_std σ ·
 start_noise_std σ0 · steps T. ``Π_C`` scales ``x - centre`` down to norm C; ``ξ ~ N(0, σ²I)``.
 
-A field is described once, by its metadata: ``kind`` and ``meaning``. Validation here, the
-certificate's wire format, options and job keys are all made from it.
+A field is described once, by its name in ``FIELDS``. Validation here, the certificate's wire
+format, options and job keys are all made from it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -33,24 +33,20 @@ LEAST_CONTRACTION = 1e-6
 MAX_EPSILON = 709.0  # beyond it e^ε is not a finite float and the statement says nothing
 
 
-def _describe(kind: Kind, meaning: str) -> Mapping[str, str]:
-    """What a field may be, and what it means in one sentence.
-
-    ``kind`` is one of: radius (a number ≥ 0, infinity for "not clipped"), nonnegative and positive
-    (finite numbers), fraction (below 1), whole (≥ 1), schedule (a finite number ≥ 0, or ``steps``
-    of them). A field whose default is None may be None.
-    """
-    return {"kind": kind, "meaning": meaning}
-
-
-_START_CLIP = _describe("radius", "Radius the old model is clipped to before any noise, C0.")
-_GRAD_CLIP = _describe("radius", "Radius each gradient is clipped to, C1.")
-_MODEL_CLIP = _describe("radius", "Radius the model is clipped to before each noise, C2.")
-_LEARNING_RATE = _describe("schedule", "Learning rate of the noisy steps, γ.")
-_WEIGHT_DECAY = _describe("nonnegative", "Pull towards the centre in the noisy steps, λ.")
-_STEPS = _describe("whole", "Number of noisy steps, T.")
-_NOISE_STD = _describe("schedule", "Noise added to each coordinate in each step, σ.")
-_START_NOISE_STD = _describe("nonnegative", "Noise added to the clipped old model, σ0.")
+# What a field may be, and what it means in one sentence. A radius is a number ≥ 0, infinity for
+# "not clipped"; a schedule is a finite number ≥ 0, or ``steps`` of them.
+FIELDS: Mapping[str, tuple[Kind, str]] = {
+    "start_clip": ("radius", "Radius the old model is clipped to before any noise, C0."),
+    "grad_clip": ("radius", "Radius each gradient is clipped to, C1."),
+    "model_clip": ("radius", "Radius the model is clipped to before each noise, C2."),
+    "learning_rate": ("schedule", "Learning rate of the noisy steps, γ."),
+    "weight_decay": ("nonnegative", "Pull towards the centre in the noisy steps, λ."),
+    "steps": ("whole", "Number of noisy steps, T."),
+    "noise_std": ("schedule", "Noise added to each coordinate, in each step, σ."),
+    "start_noise_std": ("nonnegative", "Noise added to the clipped old model, σ0."),
+    "shards": ("whole", "Number of networks, S."),
+    "slices": ("whole", "Number of slices of each network's data, R."),
+}
 
 
 class _Validated:
@@ -58,12 +54,12 @@ class _Validated:
 
     def __post_init__(self) -> None:
         recipe = cast("Recipe", self)
-        for f in sorted(fields(recipe), key=lambda f: f.metadata["kind"] == "schedule"):
-            given = getattr(recipe, f.name)
+        for f in sorted(fields(recipe), key=lambda f: FIELDS[f.name][0] == "schedule"):
+            given, kind = getattr(recipe, f.name), FIELDS[f.name][0]
             if given is not None or f.default is not None:
-                steps = getattr(recipe, "steps", 1)
-                checked = check_value(f.metadata["kind"], f.name, given, steps)
-                object.__setattr__(recipe, f.name, checked)
+                steps = getattr(recipe, "steps", None)  # without steps there are no schedules
+                kind = "nonnegative" if kind == "schedule" and steps is None else kind
+                object.__setattr__(recipe, f.name, check_value(kind, f.name, given, steps or 1))
         _check_together(recipe)
 
 
@@ -75,10 +71,8 @@ class OutputPerturbation(_Validated):
     OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
     """
 
-    start_clip: float = field(metadata=_START_CLIP)
-    noise_std: float = field(
-        metadata=_describe("nonnegative", "Noise added to each coordinate, σ.")
-    )
+    start_clip: float
+    noise_std: float
 
 
 @dataclass(frozen=True)
@@ -94,14 +88,14 @@ class GradientClipping(_Validated):
     1
     """
 
-    start_clip: float = field(metadata=_START_CLIP)
-    grad_clip: float = field(metadata=_GRAD_CLIP)
-    learning_rate: Schedule = field(metadata=_LEARNING_RATE)
-    weight_decay: float = field(metadata=_WEIGHT_DECAY)
-    steps: int = field(metadata=_STEPS)
-    noise_std: Schedule = field(metadata=_NOISE_STD)
-    start_noise_std: float = field(default=0.0, metadata=_START_NOISE_STD)
-    model_clip: float | None = field(default=None, metadata=_MODEL_CLIP)
+    start_clip: float
+    grad_clip: float
+    learning_rate: Schedule
+    weight_decay: float
+    steps: int
+    noise_std: Schedule
+    start_noise_std: float = 0.0
+    model_clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -115,13 +109,13 @@ class ModelClipping(_Validated):
                   start_clip=None, start_noise_std=0.0)
     """
 
-    model_clip: float = field(metadata=_MODEL_CLIP)
-    learning_rate: Schedule = field(metadata=_LEARNING_RATE)
-    weight_decay: float = field(metadata=_WEIGHT_DECAY)
-    noise_std: Schedule = field(metadata=_NOISE_STD)
-    steps: int = field(metadata=_STEPS)
-    start_clip: float | None = field(default=None, metadata=_START_CLIP)
-    start_noise_std: float = field(default=0.0, metadata=_START_NOISE_STD)
+    model_clip: float
+    learning_rate: Schedule
+    weight_decay: float
+    noise_std: Schedule
+    steps: int
+    start_clip: float | None = None
+    start_noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -142,8 +136,8 @@ class Sharding(_Validated):
     Sharding(shards=8, slices=4)
     """
 
-    shards: int = field(metadata=_describe("whole", "Number of networks, S."))
-    slices: int = field(metadata=_describe("whole", "Number of slices of each network's data, R."))
+    shards: int
+    slices: int
 
 
 NoisyRecipe = OutputPerturbation | GradientClipping | ModelClipping

@@ -43,14 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from expunge.errors import InputError, RunError, UnlearningError
-from expunge.files import (
-    lock,
-    new_folder,
-    open_private,
-    sync_files,
-    sync_folder,
-    write_atomic,
-)
+from expunge.files import lock, new_folder, open_private, sync_files, sync_folder, write_atomic
 from expunge.manifests import Announced, Entry, Manifest, damaged, read_manifest
 
 HASH_BYTES = 16
@@ -274,13 +267,14 @@ class State:
         listed = (self.forgotten | gone.keys()) - set(readmit)
         people = self.pending | {mark: self.pending.get(mark, 0) + gone[mark] for mark in gone}
         kept = {mark.hex(): rows for mark, rows in people.items() if mark in listed}
-        told = self.settings if settings is None else _to_json(settings)
-        self._write(changes, listed, settings=told, pending=kept)
+        own = self.settings if settings is None else _to_json(settings)
+        self._write(changes, listed, settings=own, pending=kept)
 
     def _write(
-        self, changes: Mapping[str, Change], listed: frozenset[bytes] | None = None, **told: Any
+        self, changes: Mapping[str, Change], listed: frozenset[bytes] | None = None, **fields: Any
     ) -> None:
-        """A manifest after ``changes``, with the list of the forgotten and what is ``told``."""
+        """A manifest after ``changes``, with this list of the forgotten and these ``fields``."""
+        listed = self._listed if listed is None else listed
         files = {n: e for n, e in self.manifest.files.items() if n not in changes}
         given = [(name, data) for name, data in sorted(changes.items()) if data is not None]
         generation, entry = max(self.generation, self._newest) + 1, self.manifest.forgotten
@@ -289,8 +283,8 @@ class State:
             for name, data in given:
                 self._memory[name] = bytes(data)
                 files[name] = Entry("", str(generation), len(data))
-            self.manifest = replace(self.manifest, files=files, generation=generation, **told)
-            self._listed = self._listed if listed is None else listed
+            self.manifest = replace(self.manifest, files=files, generation=generation, **fields)
+            self._listed = listed
             return
         if self._writer != threading.get_ident():
             raise RunError(f"the state {self.path} is changed inside of its writing() alone")
@@ -298,10 +292,10 @@ class State:
         try:
             for name, data in given:
                 files[name] = _write_content(folder, name, data, before)
-            if listed is not None and (listed != self._listed or self.unsettled):
+            if listed != self._listed or self.unsettled:
                 entry = _write_list(folder, generation, listed)
             made = replace(
-                self.manifest, files=files, generation=generation, forgotten=entry, **told
+                self.manifest, files=files, generation=generation, forgotten=entry, **fields
             )
             places = [folder / file for file in made.list_files() - before]
             sync_files(places)
@@ -315,11 +309,10 @@ class State:
                 f"the state {folder} could not be written ({error.strerror}); nothing is lost: "
                 "make room and call again"
             ) from None
-        newer = _find_newer(folder, self.generation) if listed is not None else []
+        newer = {file.name for file in _find_newer(folder, self.generation)}
         self.manifest, self._newest = made, generation
-        if listed is not None:
-            self._listed, self.unsettled = listed, frozenset()
-        for file in before - made.list_files() | {file.name for file in newer}:
+        self._listed, self.unsettled = listed, frozenset()
+        for file in before - made.list_files() | newer:
             if entry is None or file != entry.file:
                 (folder / file).unlink(missing_ok=True)
                 self._checked.pop(file, None)

@@ -7,7 +7,7 @@ import inspect
 import math
 import tomllib
 from collections.abc import Callable
-from dataclasses import Field, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -18,6 +18,7 @@ from expunge.display import tabulate
 from expunge.errors import InputError
 from expunge.files import to_plain
 from expunge.recipes import (
+    FIELDS,
     METHODS,
     Recipe,
     from_dict,
@@ -46,18 +47,14 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
 
     The command gets them as ``data``, the recipe as plain data.
     """
-    described = dict[str, Field[Any]]()
-    for kind in METHODS.values():
-        described = {field.name: field for field in fields(kind)} | described
     file = typer.Option(
         "--recipe", help="TOML file with method = … and its parameters; may hold lists."
     )
     said = f"one of {', '.join(METHODS)}; left out with --recipe."
     method = typer.Argument(metavar="METHOD", show_default=False, help=said)
     added: dict[str, Any] = {"method": Annotated[str | None, method]}
-    for name, field in described.items():
-        kind = TYPES.get(field.metadata["kind"], float) | None
-        added[name] = Annotated[kind, typer.Option(help=field.metadata["meaning"])]
+    for name, (kind, meaning) in FIELDS.items():
+        added[name] = Annotated[TYPES.get(kind, float) | None, typer.Option(help=meaning)]
     added["recipe"] = Annotated[Path | None, file]
     own = inspect.signature(command, eval_str=True).parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY

@@ -19,14 +19,7 @@ from expunge.certificates.certificate import Certificate
 from expunge.certificates.hashes import hash_tensors
 from expunge.certificates.people import Commitment, opens
 from expunge.certificates.record import Record, list_versions
-from expunge.certificates.release import (
-    CERTIFICATE,
-    RECORD,
-    WEIGHTS,
-    Parent,
-    Release,
-    check_record,
-)
+from expunge.certificates.release import CERTIFICATE, RECORD, WEIGHTS, Parent, Release, check_record
 from expunge.data.data import Data
 from expunge.errors import InputError
 from expunge.networks.building import call_build

@@ -29,12 +29,7 @@ from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.hashes import combine_leaves, hash_tensors
 from expunge.certificates.people import commit
 from expunge.certificates.record import Record, Sharding, Weights
-from expunge.certificates.release import (
-    CERTIFICATE,
-    WEIGHTS,
-    Release,
-    describe_contents,
-)
+from expunge.certificates.release import CERTIFICATE, WEIGHTS, Release, describe_contents
 from expunge.data.data import Data, check_data
 from expunge.data.people import check_request, read_people
 from expunge.errors import InputError, RunError, UnlearningError
