@@ -120,14 +120,11 @@ def test_a_release_is_the_parent_of_the_next_once_it_is_written(
     assert (state.parent, state.pending) == (None, {ann: 2})
     save(state, tmp_path / "run", b"1", (ann,))
     assert (state.parent, state.pending) == (b"1", {})
-    assert state.find_written([ann]) == tmp_path / "run"
-    assert state.find_written([]) is None
     with pytest.raises(UnlearningError, match="another release"), second(tmp_path / "two", b"2"):
         pass
     save(state, tmp_path / "copy", b"1")
     save(state, tmp_path / "next", b"3")
     assert state.parent == b"3"
-    assert state.find_written([ann]) is None
 
 
 def test_a_copy_is_the_same_state(state: State, tmp_path: Path) -> None:
@@ -187,18 +184,6 @@ def test_a_full_disk_loses_nothing(
             assert list_content(tmp_path / "state") == before
     forget_ann(state)
     assert bytes(state.read("rows/1")) == b"bob"
-
-
-def test_a_draft_of_a_worker_is_taken_or_removed(state: State) -> None:
-    with state.writing():
-        draft, left = state.draft(), state.draft()
-        for file in (draft, left):
-            file.write_bytes(b"weights")
-        state.commit({"checkpoints/1": draft})
-    with state.writing():
-        assert not draft.exists()
-        assert not left.exists()
-    assert bytes(state.read("checkpoints/1")) == b"weights"
 
 
 def test_a_newer_list_stops_everything_until_its_people_are_forgotten_again(

@@ -27,6 +27,12 @@ def test_at_most_thirty_five_names_and_all_of_them_there():
         _ = expunge.nothing
 
 
+def test_what_a_type_checker_reads_is_what_is_loaded():
+    text = Path(expunge.__file__).read_text()
+    read = re.findall(r"^    from expunge\.([\w.]+) import (\w+) as \2$", text, re.MULTILINE)
+    assert {name: place for place, name in read} == vars(expunge)["_PLACE_OF"]
+
+
 def test_every_public_name_has_an_example_or_is_an_error():
     for name in expunge.__all__:
         thing = getattr(expunge, name)

@@ -3,21 +3,19 @@ that cannot run away."""
 
 from __future__ import annotations
 
-import dataclasses
 import errno
-import math
+import glob
 import os
 import secrets
 import shutil
 import stat
 import sys
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from expunge.errors import CertificateError, InputError, RunError
 
@@ -29,7 +27,6 @@ else:
     _AT_ONCE = os.O_NONBLOCK
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-_SYNCED_LATER = ContextVar("_SYNCED_LATER", default=False)
 
 
 def write_atomic(
@@ -53,14 +50,12 @@ def write_atomic(
         with open(temporary, "xb", opener=open_private if private else None) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
-            if not _SYNCED_LATER.get():
-                os.fsync(file.fileno())
+            os.fsync(file.fileno())
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if not _SYNCED_LATER.get():
-        sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def open_private(path: str, flags: int) -> int:
@@ -92,8 +87,7 @@ def check_free(target: str | Path) -> Path:
 def new_folder(target: str | Path) -> Generator[Path]:
     """A hidden sibling to write into, which becomes ``target`` by one rename when all is written.
 
-    What is written meanwhile is made durable at the end, all at once. Drafts that killed processes
-    left are removed first.
+    What was written is durable before that. Drafts that killed processes left are removed first.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as place:
@@ -104,10 +98,9 @@ def new_folder(target: str | Path) -> Generator[Path]:
     """
     path = check_free(target).absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    for left in path.parent.glob(f".{_escape(path.name)}.*.tmp"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         _remove_abandoned(left)
     draft, handle = _make_draft(path)
-    token = _SYNCED_LATER.set(True)
     try:
         yield draft
         sync_files(found for found in draft.rglob("*") if found.is_file())
@@ -124,7 +117,6 @@ def new_folder(target: str | Path) -> Generator[Path]:
             ) from None
         raise
     finally:
-        _SYNCED_LATER.reset(token)
         os.close(handle)
 
 
@@ -155,10 +147,6 @@ def _remove_abandoned(left: Path) -> None:
         os.close(handle)
 
 
-def _escape(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
-
-
 def _try_lock(handle: int) -> bool:
     if sys.platform == "win32":
         return True
@@ -186,13 +174,13 @@ def lock(path: str | Path, taken: str) -> Generator[None]:
 
 def sync_files(paths: Iterable[Path]) -> None:
     """Make files durable, several at once: a disk answers many together."""
+
+    def sync(path: Path) -> None:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(_sync_file, paths))
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        list(pool.map(sync, paths))
 
 
 def sync_folder(folder: Path) -> None:
@@ -274,17 +262,9 @@ def refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def to_plain(value: Any) -> Any:
     """Dataclasses as dictionaries; infinities and NaN, which JSON does not have, as None.
 
-    >>> to_plain({"epsilon": math.inf, "steps": (1, 2)})
+    >>> to_plain({"epsilon": float("inf"), "steps": (1, 2)})
     {'epsilon': None, 'steps': [1, 2]}
     """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return {name: to_plain(getattr(value, name)) for name in names}
-    if isinstance(value, Mapping):
-        items = cast(Mapping[str, Any], value).items()
-        return {key: to_plain(item) for key, item in items}
-    if isinstance(value, tuple | list):
-        return [to_plain(item) for item in cast(list[Any], value)]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    from pydantic_core import to_jsonable_python
+
+    return to_jsonable_python(value, inf_nan_mode="null")

@@ -7,14 +7,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.files import is_inside, read_limited, refuse_twice
 
-FORMAT = "expunge-state-1"
 _MOST = 1_000_000_000
 _WAY_OUT = (
     "restore the whole folder from one backup, then forget again whoever was forgotten since that "
@@ -32,42 +31,31 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Written:
-    """A release: whom its certificate names, where it lies, the SHA-256 of certificate.json."""
+class Announced:
+    """A release that is about to be written: whom its certificate names, into which folder, the
+    SHA-256 of certificate.json."""
 
     named: tuple[str, ...]
     out: str
     certificate: str
 
-    def read_certificate(self) -> bytes | None:
-        """The certificate, if it is there."""
-        try:
-            data = read_limited(Path(self.out) / "certificate.json", _MOST, "certificate")
-        except CertificateError:
-            return None
-        return data if hashlib.sha256(data).hexdigest() == self.certificate else None
-
-    def is_after(self, certificate: bytes, parent: bytes | None) -> bool:
-        """Whether a certificate is of this release: the next after ``parent``, of as many people.
-
-        >>> made = Written(("00",), "", "")
-        >>> [made.is_after(b'{"forget": {"count": 1}, "parent": null}', p) for p in (None, b"{}")]
-        [True, False]
-        """
+    def read(self, parent: bytes | None) -> bytes | None:
+        """The certificate, if it is there, the next after ``parent``, and of as many people."""
         before = None if parent is None else hashlib.sha256(parent).hexdigest()
         try:
-            said = json.loads(certificate, object_pairs_hook=refuse_twice)
-            return (said["parent"], said["forget"]["count"]) == (before, len(self.named))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return False
+            data = read_limited(Path(self.out) / "certificate.json", _MOST, "certificate")
+            said = json.loads(data, object_pairs_hook=refuse_twice)
+            stated = hashlib.sha256(data).hexdigest(), said["parent"], said["forget"]["count"]
+        except (CertificateError, ValueError, KeyError, TypeError, RecursionError):
+            return None
+        return data if stated == (self.certificate, before, len(self.named)) else None
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a state is, at one generation.
 
-    ``pending``: rows by mark of people who are gone and whom no written certificate names yet;
-    ``announced``: the release that is about to be written; ``written``: the last one that was.
+    ``pending``: rows by mark of people who are gone and whom no written certificate names yet.
     """
 
     kind: str
@@ -76,9 +64,8 @@ class Manifest:
     files: Mapping[str, Entry]
     forgotten: Entry | None = None
     pending: Mapping[str, int] = field(default_factory=dict[str, int])
-    announced: Written | None = None
-    written: Written | None = None
-    format: str = FORMAT
+    announced: Announced | None = None
+    format: Literal["expunge-state-1"] = "expunge-state-1"
 
     def to_bytes(self) -> bytes:
         """Its one file, which ends with its own SHA-256."""
@@ -119,12 +106,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError.of("state", str(folder), "a folder that holds a state")
     data = read_limited(folder / "manifest.json", _MOST, "state")
     try:
-        made = Manifest.from_bytes(data)
+        return Manifest.from_bytes(data)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise damaged(folder, "manifest.json", "is not what was written") from None
-    if made.format != FORMAT:
-        raise CertificateError(f"the state {folder} is not of the format {FORMAT!r}")
-    return made
 
 
 def damaged(folder: Path, name: str, how: str) -> UnlearningError:

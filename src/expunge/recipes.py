@@ -4,16 +4,15 @@ Full words outside, the paper's letters inside (docs/theory.md):
 start_clip C0 · grad_clip C1 · model_clip C2 · learning_rate γ · weight_decay λ · noise_std σ ·
 start_noise_std σ0 · steps T. ``Π_C`` scales ``x - centre`` down to norm C; ``ξ ~ N(0, σ²I)``.
 
-A field is described once, by ``_describe(kind, meaning)``. :func:`describe_fields` reads that:
-validation here, the certificate's wire format, options and job keys are all made from it.
+A field is described once, by its name in ``FIELDS``. Validation here, the certificate's wire
+format, options and job keys are all made from it.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -23,64 +22,31 @@ from expunge.display import Shown, round_up, tabulate
 from expunge.errors import InputError
 
 Schedule = float | Sequence[float] | npt.NDArray[np.float64]
-Kind = Literal["radius", "nonnegative", "positive", "fraction", "whole", "schedule"]
+Kind = Literal[
+    "radius", "nonnegative", "positive", "fraction", "whole", "schedule", "epsilon", "delta"
+]
 ComparedTo = Literal["retrained", "centre"]
-MAX_WHOLE = 2**53
 # A guarantee is verified step by step in 50 digits; a step of model clipping takes longest.
 MAX_STEPS, MAX_MIXING_STEPS = 1_000_000, 10_000
 # Nearer to 1, floats no longer say how much 1 - γλ leaves of the old model.
 LEAST_CONTRACTION = 1e-6
+MAX_EPSILON = 709.0  # beyond it e^ε is not a finite float and the statement says nothing
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One field of a recipe: what it may be, and what it means in one sentence.
-
-    ``kind`` is one of: radius (a number ≥ 0, infinity for "not clipped"), nonnegative and positive
-    (finite numbers), fraction (below 1), whole (≥ 1), schedule (a finite number ≥ 0, or ``steps``
-    of them). ``optional``: None is allowed. ``default`` is None where ``required``.
-    """
-
-    name: str
-    kind: Kind
-    meaning: str
-    required: bool
-    default: float | None
-    optional: bool
-
-
-@functools.cache
-def describe_fields(method: type[Recipe] | str) -> tuple[Parameter, ...]:
-    """The parameters of a method, in order, given its class or its name.
-
-    >>> describe_fields("output-perturbation")[1].meaning
-    'Noise added to each coordinate, σ.'
-    >>> [p.name for p in describe_fields(GradientClipping) if not p.required]
-    ['start_noise_std', 'model_clip']
-    """
-    found: list[Parameter] = []
-    for f in fields(METHODS[method] if isinstance(method, str) else method):
-        required = f.default is f.default_factory
-        default = None if required else cast(Any, f.default)
-        kind, meaning = cast(tuple[Kind, str], f.metadata["about"])
-        optional = not required and default is None
-        found.append(Parameter(f.name, kind, meaning, required, default, optional))
-    return tuple(found)
-
-
-def _describe(kind: Kind, meaning: str) -> Mapping[str, tuple[Kind, str]]:
-    return {"about": (kind, meaning)}
-
-
-_START_CLIP = _describe("radius", "Radius the old model is clipped to before any noise, C0.")
-_GRAD_CLIP = _describe("radius", "Radius each gradient is clipped to, C1.")
-_MODEL_CLIP = _describe("radius", "Radius the model is clipped to before each noise, C2.")
-_LEARNING_RATE = _describe("schedule", "Learning rate of the noisy steps, γ.")
-_WEIGHT_DECAY = _describe("nonnegative", "Pull towards the centre in the noisy steps, λ.")
-_STEPS = _describe("whole", "Number of noisy steps, T.")
-_NOISE_STD = _describe("schedule", "Noise added to each coordinate in each step, σ.")
-_START_NOISE_STD = _describe("nonnegative", "Noise added to the clipped old model, σ0.")
-_ONE_NOISE = _describe("nonnegative", "Noise added to each coordinate, σ.")
+# What a field may be, and what it means in one sentence. A radius is a number ≥ 0, infinity for
+# "not clipped"; a schedule is a finite number ≥ 0, or ``steps`` of them.
+FIELDS: Mapping[str, tuple[Kind, str]] = {
+    "start_clip": ("radius", "Radius the old model is clipped to before any noise, C0."),
+    "grad_clip": ("radius", "Radius each gradient is clipped to, C1."),
+    "model_clip": ("radius", "Radius the model is clipped to before each noise, C2."),
+    "learning_rate": ("schedule", "Learning rate of the noisy steps, γ."),
+    "weight_decay": ("nonnegative", "Pull towards the centre in the noisy steps, λ."),
+    "steps": ("whole", "Number of noisy steps, T."),
+    "noise_std": ("schedule", "Noise added to each coordinate, in each step, σ."),
+    "start_noise_std": ("nonnegative", "Noise added to the clipped old model, σ0."),
+    "shards": ("whole", "Number of networks, S."),
+    "slices": ("whole", "Number of slices of each network's data, R."),
+}
 
 
 class _Validated:
@@ -88,13 +54,12 @@ class _Validated:
 
     def __post_init__(self) -> None:
         recipe = cast("Recipe", self)
-        described = describe_fields(type(recipe))
-        for parameter in sorted(described, key=lambda p: p.kind == "schedule"):
-            given = getattr(recipe, parameter.name)
-            if given is not None or not parameter.optional:
-                steps = getattr(recipe, "steps", 1)
-                checked = check_value(parameter.kind, parameter.name, given, steps)
-                object.__setattr__(recipe, parameter.name, checked)
+        for f in sorted(fields(recipe), key=lambda f: FIELDS[f.name][0] == "schedule"):
+            given, kind = getattr(recipe, f.name), FIELDS[f.name][0]
+            if given is not None or f.default is not None:
+                steps = getattr(recipe, "steps", None)  # without steps there are no schedules
+                kind = "nonnegative" if kind == "schedule" and steps is None else kind
+                object.__setattr__(recipe, f.name, check_value(kind, f.name, given, steps or 1))
         _check_together(recipe)
 
 
@@ -106,8 +71,8 @@ class OutputPerturbation(_Validated):
     OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
     """
 
-    start_clip: float = field(metadata=_START_CLIP)
-    noise_std: float = field(metadata=_ONE_NOISE)
+    start_clip: float
+    noise_std: float
 
 
 @dataclass(frozen=True)
@@ -123,14 +88,14 @@ class GradientClipping(_Validated):
     1
     """
 
-    start_clip: float = field(metadata=_START_CLIP)
-    grad_clip: float = field(metadata=_GRAD_CLIP)
-    learning_rate: Schedule = field(metadata=_LEARNING_RATE)
-    weight_decay: float = field(metadata=_WEIGHT_DECAY)
-    steps: int = field(metadata=_STEPS)
-    noise_std: Schedule = field(metadata=_NOISE_STD)
-    start_noise_std: float = field(default=0.0, metadata=_START_NOISE_STD)
-    model_clip: float | None = field(default=None, metadata=_MODEL_CLIP)
+    start_clip: float
+    grad_clip: float
+    learning_rate: Schedule
+    weight_decay: float
+    steps: int
+    noise_std: Schedule
+    start_noise_std: float = 0.0
+    model_clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -144,13 +109,13 @@ class ModelClipping(_Validated):
                   start_clip=None, start_noise_std=0.0)
     """
 
-    model_clip: float = field(metadata=_MODEL_CLIP)
-    learning_rate: Schedule = field(metadata=_LEARNING_RATE)
-    weight_decay: float = field(metadata=_WEIGHT_DECAY)
-    noise_std: Schedule = field(metadata=_NOISE_STD)
-    steps: int = field(metadata=_STEPS)
-    start_clip: float | None = field(default=None, metadata=_START_CLIP)
-    start_noise_std: float = field(default=0.0, metadata=_START_NOISE_STD)
+    model_clip: float
+    learning_rate: Schedule
+    weight_decay: float
+    noise_std: Schedule
+    steps: int
+    start_clip: float | None = None
+    start_noise_std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,8 +136,8 @@ class Sharding(_Validated):
     Sharding(shards=8, slices=4)
     """
 
-    shards: int = field(metadata=_describe("whole", "Number of networks, S."))
-    slices: int = field(metadata=_describe("whole", "Number of slices of each network's data, R."))
+    shards: int
+    slices: int
 
 
 NoisyRecipe = OutputPerturbation | GradientClipping | ModelClipping
@@ -229,15 +194,23 @@ def from_dict(data: Mapping[str, Any]) -> Recipe:
     name = given.pop("method", None)
     if not isinstance(name, str) or name not in METHODS:
         raise InputError.of("method", name, "one of " + ", ".join(METHODS))
-    described = describe_fields(name)
-    names = [parameter.name for parameter in described]
+    names = [f.name for f in fields(METHODS[name])]
     if unknown := [key for key in given if key not in names]:
         raise InputError(
             f"{name} has no parameter {', '.join(unknown)}; it has {', '.join(names) or 'none'}"
         )
-    if missing := [p.name for p in described if p.required and p.name not in given]:
+    if missing := [key for key in list_required(name) if key not in given]:
         raise InputError(f"{name} needs {', '.join(missing)}")
     return METHODS[name](**given)
+
+
+def list_required(method: str) -> list[str]:
+    """The parameters of a method that have no default.
+
+    >>> list_required("output-perturbation")
+    ['start_clip', 'noise_std']
+    """
+    return [f.name for f in fields(METHODS[method]) if f.default is MISSING]
 
 
 def schedule(value: Schedule, steps: int) -> npt.NDArray[np.float64]:
@@ -268,7 +241,9 @@ _RANGES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "nonnegative": ("a finite number >= 0", lambda x: 0 <= x < math.inf),
     "positive": ("a finite number > 0", lambda x: 0 < x < math.inf),
     "fraction": ("a number in [0, 1)", lambda x: 0 <= x < 1),
-    "whole": ("a whole number >= 1", lambda x: 1 <= x < math.inf and x == math.floor(x)),
+    "delta": ("a number in (0, 1)", lambda x: 0 < x < 1),
+    "epsilon": ("a number in [0, 709] (e^epsilon must be finite)", lambda x: 0 <= x <= MAX_EPSILON),
+    "whole": ("a whole number >= 1", lambda x: 1 <= x <= 2**53 and x == math.floor(x)),
 }
 
 
@@ -280,16 +255,14 @@ def check_value(kind: Kind, field: str, given: Any, steps: int = 1) -> Any:
     ...
     expunge.errors.InputError: rounding is -1; it must be a finite number >= 0
     """
+    if isinstance(given, np.generic):
+        given = given.item()
     number = _read_number(given)
-    if kind == "schedule":
-        if number is None:
-            return _check_schedule(field, given, steps)
-        kind = "nonnegative"
-    valid, is_valid = _RANGES[kind]
+    if kind == "schedule" and number is None:
+        return _check_schedule(field, given, steps)
+    valid, is_valid = _RANGES["nonnegative" if kind == "schedule" else kind]
     if number is None or not is_valid(number):
-        raise _refuse(field, given, valid)
-    if kind == "whole" and number > MAX_WHOLE:
-        raise _refuse(field, given, f"at most {MAX_WHOLE}")
+        raise InputError.of(field, given, valid)
     return int(number) if kind == "whole" else number
 
 
@@ -298,33 +271,22 @@ def _check_schedule(field: str, given: Any, steps: int) -> tuple[float, ...]:
     if isinstance(given, np.ndarray):
         given = cast(Any, given).tolist()
     if isinstance(given, str | bytes | Mapping | Set) or not isinstance(given, Collection):
-        raise _refuse(field, given, f"a finite number >= 0, or {steps} of them")
-    elements = list(cast(Collection[object], given))
-    numbers = [_read_number(element) for element in elements]
-    if None in numbers:
-        index = numbers.index(None)
-        raise _refuse(f"{field}[{index}]", elements[index], "a finite number >= 0")
-    if len(numbers) != steps:
-        raise InputError(f"{field} has {len(numbers)} values; it must have one per step: {steps}")
-    values = np.array(numbers, dtype=np.float64)
-    for index in np.flatnonzero(~((values >= 0) & np.isfinite(values))).tolist():
-        raise _refuse(f"{field}[{index}]", values[index], "a finite number >= 0")
-    return tuple(values.tolist())
+        raise InputError.of(field, given, f"a finite number >= 0, or {steps} of them")
+    elements = enumerate(cast(Collection[object], given))
+    values = tuple(check_value("nonnegative", f"{field}[{n}]", element) for n, element in elements)
+    if len(values) != steps:
+        raise InputError(f"{field} has {len(values)} values; it must have one per step: {steps}")
+    return values
 
 
 def _read_number(value: object) -> float | None:
     """A real number as float; None for anything else (booleans and strings included)."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(cast(float, value))
+        return float(value)
     except OverflowError:
-        return math.inf if cast(int, value) > 0 else -math.inf
-
-
-def _refuse(field: str, given: object, valid: str) -> InputError:
-    """The sentence, with numpy's numbers written as numbers."""
-    return InputError.of(field, given.item() if isinstance(given, np.generic) else given, valid)
+        return math.inf if value > 0 else -math.inf
 
 
 def _check_together(recipe: Recipe) -> None:

@@ -43,22 +43,14 @@ from pathlib import Path
 from typing import Any
 
 from expunge.errors import InputError, RunError, UnlearningError
-from expunge.files import (
-    lock,
-    new_folder,
-    open_private,
-    sync_files,
-    sync_folder,
-    write_atomic,
-)
-from expunge.manifests import Entry, Manifest, Written, damaged, read_manifest
+from expunge.files import lock, new_folder, open_private, sync_files, sync_folder, write_atomic
+from expunge.manifests import Announced, Entry, Manifest, damaged, read_manifest
 
 HASH_BYTES = 16
 _SMALL = 65_536
 _LEFT = re.compile(r".+\.[0-9a-f]{24}|\..+\.tmp")
 _LIST = re.compile(r"forgotten\.([0-9]{12})\.[0-9a-f]{24}")
-Content = bytes | memoryview
-Change = Content | Path | None
+Change = bytes | memoryview | None
 
 
 class State:
@@ -193,9 +185,8 @@ class State:
             return memoryview(self._memory[name])
         try:
             return self._read(self.path, self.manifest.files[name])
-        except FileNotFoundError:
-            if read_manifest(self.path).generation == self.generation:
-                raise damaged(self.path, name, "is missing") from None
+        except FileNotFoundError as error:
+            self._check_replaced(self.path, error)
             self.refresh()
             return self.read(name)
 
@@ -207,9 +198,12 @@ class State:
                 self._read_lists(self.path)
                 break
             except FileNotFoundError as error:
-                if read_manifest(self.path).generation == self.generation:
-                    name = Path(error.filename).name
-                    raise damaged(self.path, name, "is missing") from None
+                self._check_replaced(self.path, error)
+
+    def _check_replaced(self, folder: Path, error: FileNotFoundError) -> None:
+        """A file that is gone was replaced by another process, or it is missing."""
+        if read_manifest(folder).generation == self.generation:
+            raise damaged(folder, Path(error.filename).name, "is missing") from None
 
     def _read(self, folder: Path, entry: Entry) -> memoryview:
         with (folder / entry.file).open("rb") as file:
@@ -264,7 +258,7 @@ class State:
         readmit: Iterable[bytes] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Replace contents, all or nothing; None removes one, a Path is a finished :meth:`draft`.
+        """Replace contents, all or nothing; None removes one.
 
         ``forget`` are the marks of those who go and how many rows they had: they enter the list of
         the forgotten and are pending. ``readmit`` are those who leave that list.
@@ -273,23 +267,24 @@ class State:
         listed = (self.forgotten | gone.keys()) - set(readmit)
         people = self.pending | {mark: self.pending.get(mark, 0) + gone[mark] for mark in gone}
         kept = {mark.hex(): rows for mark, rows in people.items() if mark in listed}
-        told = self.settings if settings is None else _to_json(settings)
-        self._write(changes, listed, settings=told, pending=kept)
+        own = self.settings if settings is None else _to_json(settings)
+        self._write(changes, listed, settings=own, pending=kept)
 
     def _write(
-        self, changes: Mapping[str, Change], listed: frozenset[bytes] | None = None, **told: Any
+        self, changes: Mapping[str, Change], listed: frozenset[bytes] | None = None, **fields: Any
     ) -> None:
-        """A manifest after ``changes``, with the list of the forgotten and what is ``told``."""
+        """A manifest after ``changes``, with this list of the forgotten and these ``fields``."""
+        listed = self._listed if listed is None else listed
         files = {n: e for n, e in self.manifest.files.items() if n not in changes}
         given = [(name, data) for name, data in sorted(changes.items()) if data is not None]
         generation, entry = max(self.generation, self._newest) + 1, self.manifest.forgotten
         if self.path is None:
             self._memory = {name: self._memory[name] for name in files}
             for name, data in given:
-                self._memory[name] = data.read_bytes() if isinstance(data, Path) else bytes(data)
-                files[name] = Entry("", str(generation), len(self._memory[name]))
-            self.manifest = replace(self.manifest, files=files, generation=generation, **told)
-            self._listed = self._listed if listed is None else listed
+                self._memory[name] = bytes(data)
+                files[name] = Entry("", str(generation), len(data))
+            self.manifest = replace(self.manifest, files=files, generation=generation, **fields)
+            self._listed = listed
             return
         if self._writer != threading.get_ident():
             raise RunError(f"the state {self.path} is changed inside of its writing() alone")
@@ -297,10 +292,10 @@ class State:
         try:
             for name, data in given:
                 files[name] = _write_content(folder, name, data, before)
-            if listed is not None and (listed != self._listed or self.unsettled):
+            if listed != self._listed or self.unsettled:
                 entry = _write_list(folder, generation, listed)
             made = replace(
-                self.manifest, files=files, generation=generation, forgotten=entry, **told
+                self.manifest, files=files, generation=generation, forgotten=entry, **fields
             )
             places = [folder / file for file in made.list_files() - before]
             sync_files(places)
@@ -314,20 +309,13 @@ class State:
                 f"the state {folder} could not be written ({error.strerror}); nothing is lost: "
                 "make room and call again"
             ) from None
-        newer = _find_newer(folder, self.generation) if listed is not None else []
+        newer = {file.name for file in _find_newer(folder, self.generation)}
         self.manifest, self._newest = made, generation
-        if listed is not None:
-            self._listed, self.unsettled = listed, frozenset()
-        for file in before - made.list_files() | {file.name for file in newer}:
+        self._listed, self.unsettled = listed, frozenset()
+        for file in before - made.list_files() | newer:
             if entry is None or file != entry.file:
                 (folder / file).unlink(missing_ok=True)
                 self._checked.pop(file, None)
-
-    def draft(self) -> Path:
-        """A new name for a file that :meth:`commit` will take; one never taken is removed later."""
-        if self.path is None:
-            raise InputError("a state in memory has no folder to write into")
-        return self.path / f".{secrets.token_hex(8)}.tmp"
 
     def _check_files(self, folder: Path) -> None:
         """Everything the manifest names is there; small files are also what was written."""
@@ -337,8 +325,8 @@ class State:
                     self._read(folder, entry)
                 elif (folder / entry.file).stat().st_size != entry.size:
                     raise damaged(folder, entry.file, "is not what was written")
-            except FileNotFoundError:
-                raise damaged(folder, entry.file, "is missing") from None
+            except FileNotFoundError as error:
+                self._check_replaced(folder, error)
 
     def _remove_leftovers(self, folder: Path) -> None:
         """What a killed process left, or somebody restored, and the manifest does not name."""
@@ -365,9 +353,11 @@ class State:
         """What a release runs around writing its folder, given that and certificate.json's bytes.
 
         ``named`` are the marks of those whom the certificate names. A release that another one
-        overtook is refused: two certificates would have one parent.
+        overtook is refused: two certificates would have one parent. So is one that was made before
+        an older folder was restored: those whom it says to be gone are here again.
         """
         marks, parent = tuple(sorted(mark.hex() for mark in named)), self.parent
+        made = self.generation
 
         @contextmanager
         def save(folder: Path, certificate: bytes) -> Generator[None]:
@@ -375,58 +365,48 @@ class State:
                 if self.parent == certificate:
                     yield  # a second copy
                     return
-                if self.parent != parent:
+                restored = self.unsettled or self.generation < made
+                if restored or self.parent != parent:
+                    what = "a backup was restored" if restored else "another release was written"
                     raise UnlearningError(
-                        "another release of this state was written since this one was made; call "
+                        f"{what} since this release of the state {self.path} was made; call "
                         "release() again and save that"
                     )
                 out, digest = str(Path(folder).absolute()), hashlib.sha256(certificate).hexdigest()
-                self._write({}, announced=Written(marks, out, digest))
+                self._write({}, announced=Announced(marks, out, digest))
                 yield
                 self._finish(certificate)
 
         return save
 
     def _finish(self, certificate: bytes) -> None:
-        done = self.manifest.announced
-        left = self.manifest.pending.items() if done is not None else ()
-        people = {mark: rows for mark, rows in left if done and mark not in done.named}
-        change = {"certificate.json": certificate}
-        self._write(change, pending=people, announced=None, written=done)
+        assert self.manifest.announced is not None
+        named = self.manifest.announced.named
+        left = {mark: rows for mark, rows in self.manifest.pending.items() if mark not in named}
+        self._write({"certificate.json": certificate}, pending=left, announced=None)
 
     def _recover(self) -> None:
-        """Finish a release whose folder is there; take back the announcement of one that is not."""
-        if (announced := self.manifest.announced) is not None:
-            data = announced.read_certificate()
-            if data is not None and announced.is_after(data, self.parent):
-                self._finish(data)
+        """Finish a release whose folder is there; take back the announcement of one that is not.
+
+        Not under a newer list of the forgotten, which the next generation would outdate: that waits
+        for the request that settles it.
+        """
+        if (announced := self.manifest.announced) is not None and not self.unsettled:
+            if (certificate := announced.read(self.parent)) is not None:
+                self._finish(certificate)
             else:
                 self._write({}, announced=None)
 
-    def find_written(self, named: Iterable[bytes]) -> Path | None:
-        """The folder of the last release, if it names these people and is still there: then the
-        same request again needs no new one."""
-        last = self.manifest.written
-        if last is None or set(last.named) != {mark.hex() for mark in named}:
-            return None
-        return None if last.read_certificate() is None else Path(last.out)
-
 
 def _write_content(
-    folder: Path, name: str, data: Content | Path, present: Collection[str] = ()
+    folder: Path, name: str, data: bytes | memoryview, present: Collection[str] = ()
 ) -> Entry:
     """A content under the name of its hash, not yet durable; what is ``present`` stays."""
-    if isinstance(data, Path):
-        with data.open("rb") as file:
-            digest, size = hashlib.file_digest(file, "sha256").hexdigest(), data.stat().st_size
-    else:
-        digest, size = hashlib.sha256(data).hexdigest(), len(data)
-    entry = Entry(f"{name}.{digest[:24]}", digest, size)
+    digest = hashlib.sha256(data).hexdigest()
+    entry = Entry(f"{name}.{digest[:24]}", digest, len(data))
     place = folder / entry.file
     place.parent.mkdir(exist_ok=True, mode=0o700)
-    if isinstance(data, Path):
-        data.replace(place)
-    elif entry.file not in present:
+    if entry.file not in present:
         with open(place, "wb", opener=open_private) as file:
             file.write(data)
     return entry

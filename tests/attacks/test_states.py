@@ -16,7 +16,7 @@ import pytest
 from expunge import open_state
 from expunge.errors import ExpungeError
 from expunge.files import new_folder, write_atomic
-from expunge.manifests import Entry, Manifest, Written
+from expunge.manifests import Announced, Entry, Manifest
 from expunge.states import State
 
 PEOPLE = [f"person-{i:02d}" for i in range(12)]
@@ -60,7 +60,7 @@ def forget(state: State, people: list[str], out: Path | None = None) -> None:
         rows = {name: set(read_rows(state, name)).difference(people) for name in names}
         left = [person for person in inside if person not in people]
         state.commit(_encode(rows) | {"sums": " ".join(left).encode()}, forget=gone)
-        if out is not None and state.find_written(marks) is None:
+        if out is not None and not out.exists():
             rows = sum(state.pending.get(mark, 0) for mark in marks)
             text = certify(
                 state.parent, len(people), f"{rows}|{bytes(state.read('sums')).decode()}"
@@ -228,19 +228,63 @@ def test_a_hundred_part_restores(tmp_path: Path) -> None:
     assert min(refused, harmless) >= 15
 
 
+def restore(backup: Path, folder: Path) -> None:
+    """Every file of a backup, over what is there: newer lists of the forgotten stay."""
+    for file in backup.rglob("*"):
+        if file.is_file():
+            shutil.copy(file, folder / file.relative_to(backup))
+
+
 def test_a_whole_older_folder_under_a_newer_list_takes_a_request_again(tmp_path: Path) -> None:
     state = begin(tmp_path / "state")
     shutil.copytree(tmp_path / "state", tmp_path / "backup")
     forget(state, PEOPLE[2:5])
-    for file in (tmp_path / "backup").rglob("*"):  # copied over what is there
-        if file.is_file():
-            shutil.copy(file, tmp_path / "state" / file.relative_to(tmp_path / "backup"))
+    restore(tmp_path / "backup", tmp_path / "state")
     state = State.open(tmp_path / "state")
     for work in (release, lambda s: learn(s, [PEOPLE[9]]), lambda s: forget(s, [PEOPLE[6]])):
         with pytest.raises(ExpungeError, match="3 of the forgotten are in the state"):
             work(state)
     forget(state, PEOPLE[2:7])
     assert release(state) == [PEOPLE[7]]
+
+
+def test_an_announcement_in_a_backup_does_not_outdate_a_newer_list(tmp_path: Path) -> None:
+    """Its recovery would write a generation above the list's, and who is in it would be back."""
+    state = begin(tmp_path / "state")
+    shutil.copytree(tmp_path / "state", tmp_path / "backup")
+    path = tmp_path / "backup" / "manifest.json"
+    said = Announced((), str(tmp_path / "nowhere"), "00")
+    made = replace(Manifest.from_bytes(path.read_bytes()), announced=said)
+    path.write_bytes(made.to_bytes())
+    forget(state, PEOPLE[2:5])
+    restore(tmp_path / "backup", tmp_path / "state")
+    for _ in range(3):
+        with pytest.raises(ExpungeError, match="3 of the forgotten are in the state"):
+            release(State.open(tmp_path / "state"))
+    forget(State.open(tmp_path / "state"), PEOPLE[2:5])
+    assert release(State.open(tmp_path / "state")) == PEOPLE[5:8]
+    assert State.open(tmp_path / "state").manifest.announced is None
+
+
+@pytest.mark.parametrize("with_list", [True, False])
+def test_a_release_made_before_a_restore_is_not_saved(tmp_path: Path, with_list: bool) -> None:
+    """It would say of people that they are gone who are here again."""
+    state = begin(tmp_path / "state")
+    shutil.copytree(tmp_path / "state", tmp_path / "backup")
+    forget(state, PEOPLE[2:5])
+    save = state.saving(map(state.mark, map(state.name, PEOPLE[2:5])))
+    if not with_list:
+        shutil.rmtree(tmp_path / "state")
+        shutil.copytree(tmp_path / "backup", tmp_path / "state")
+    restore(tmp_path / "backup", tmp_path / "state")
+    with (
+        pytest.raises(ExpungeError, match="a backup was restored since this release"),
+        save(tmp_path / "run", certify(None, 3)),
+    ):
+        pytest.fail("nothing is written")
+    if with_list:
+        with pytest.raises(ExpungeError, match="3 of the forgotten are in the state"):
+            release(State.open(tmp_path / "state"))
 
 
 @pytest.mark.parametrize("named", ["../victim", "/{}/victim", "rows/../../victim", "key"])
@@ -282,7 +326,7 @@ def test_an_announcement_of_another_release_is_taken_back(tmp_path: Path) -> Non
         out.mkdir()
         (out / "certificate.json").write_bytes(fake)
         made = Manifest.from_bytes(path.read_bytes())
-        said = Written(tuple(made.pending), str(out), hashlib.sha256(fake).hexdigest())
+        said = Announced(tuple(made.pending), str(out), hashlib.sha256(fake).hexdigest())
         path.write_bytes(replace(made, announced=said).to_bytes())
         release(State.open(path.parent))
         found = State.open(path.parent)

@@ -3,7 +3,7 @@
 import pytest
 
 from expunge import GradientClipping, ModelClipping, OutputPerturbation
-from expunge.audit.cells import examine_cells, take_last_step
+from tests.audit.cells import examine_cells, take_last_step
 from tests.audit.defects import scale_noise
 
 pytestmark = pytest.mark.usefixtures("one_thread")

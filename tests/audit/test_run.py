@@ -1,7 +1,6 @@
 """``audit_run`` and ``expunge audit``: what they read, write, refuse and return."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -9,9 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
-import expunge.audit.mechanism
 from expunge import CertificateError, Data, GradientClipping, InputError, ModelClipping, unlearn
-from expunge.audit.cells import examine_cells
 from expunge.audit.mechanism import audit_run, judge_noise
 from expunge.cli.main import app
 from tests.audit.defects import scale_noise
@@ -20,13 +17,6 @@ from tests.helpers.sample_releases import save_release
 pytestmark = pytest.mark.usefixtures("one_thread")
 GRADIENT = GradientClipping(0.1, 1.0, 0.1, 1.0, 3, 0.5)
 MODEL = ModelClipping(0.1, 0.1, 1.0, 0.2, 3)
-
-
-@pytest.fixture(autouse=True)
-def few_runs(monkeypatch):
-    """The noise of a long vector has tests of its own; here a few runs are enough."""
-    few = partial(examine_cells, runs=4)
-    monkeypatch.setattr(expunge.audit.mechanism, "examine_cells", few)
 
 
 def make_run(folder, recipe):
@@ -49,7 +39,6 @@ def test_a_run_is_audited_and_what_was_found_is_written(recipe, tmp_path):
     assert epsilon["proved"] == found.proved("epsilon") <= release.certificate.epsilon
     assert (saved["confidence"], saved["trials"], saved["problems"]) == (0.999, 5000, [])
     assert 1e-9 < saved["noise_p_value"] <= 1
-    assert 1e-9 < saved["cells"]["p_value"] <= 1
 
 
 def test_short_noise_in_a_record_an_edited_record_and_none(tmp_path):

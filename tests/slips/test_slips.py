@@ -237,6 +237,24 @@ def test_all_of_them_at_once(old):
     assert expunge.check(build, DATA, train=never, old=old, forget=["user-3"], loss=cross_entropy)
 
 
+def test_all_slips_of_a_list_at_once():
+    names = [*NAMES[:-1], "User-5"]
+    data, train = Data((X, Y), ids=names), expunge.Training(epochs=1)
+    first = expunge.retrain(build, DATA, forget=["user-3"], train=train)
+    wrong = ["user-5", "user-4", "user-4", "user-44"]
+    found = expunge.check(build, data, train=train, forget=wrong, parent=first)
+    for sentence in (
+        "forget names 'user-4' twice",
+        "forget names 'user-44', who is not in the data",
+        "forget names 'user-5', and the data also have 'User-5', who would stay",
+        "the data have 'user-3', whom the parent release forgot",
+    ):
+        assert sum(sentence in problem for problem in found.problems) == 1, sentence
+    assert len(found.problems) == 4
+    with pytest.raises(InputError, match=r"(?s)twice.*not in the data.*would stay.*parent release"):
+        expunge.retrain(build, data, forget=wrong, train=never, parent=first)
+
+
 def test_what_cannot_be_seen_is_said():
     release = expunge.retrain(build, DATA, forget=["user-3"], train=expunge.Training(epochs=1))
     words = " ".join(release.certificate.scope.operator + release.certificate.scope.not_covered)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
-from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee, log_delta
+from expunge.accounting.guarantee import guarantee, log_delta
 from expunge.accounting.precision import choose_precision
 from expunge.accounting.solving import bracket, tighten
 from expunge.errors import CalibrationError, InputError
@@ -18,13 +18,9 @@ from expunge.recipes import (
     ComparedTo,
     Execution,
     GradientClipping,
-    LinearModel,
     ModelClipping,
     NoisyRecipe,
-    OutputPerturbation,
     Recipe,
-    Retraining,
-    Sharding,
     check_value,
 )
 
@@ -50,15 +46,14 @@ def calibrate(
     start: float = 1.0,
     parameters: int | Model | None = None,
     execution: Execution = IDEAL,
-    relative: float = 1e-11,
 ) -> AnyRecipe:
     """The recipe ``make(x)`` with the best ``x`` that still meets (ε, δ).
 
     ``find="smallest"``: the smallest real x, for a noise (more of it is safer);
     ``find="largest"``: the largest real x, for a clip (less of it is safer);
     ``find="fewest"``: the smallest whole x, for a number of steps.
-    The recipe that comes back meets the target by ``guarantee`` itself; x is within ``relative``
-    of the best one. With ``parameters``, a model or the number of its certified parameters, the
+    The recipe that comes back meets the target by ``guarantee`` itself; x is within 1e-11 of the
+    best one. With ``parameters``, a model or the number of its certified parameters, the
     target is met by a real run, whose finite precision costs a little
     (``expunge.accounting.precision``). ``start`` is where the search begins, if evaluating far
     from it is costly.
@@ -69,13 +64,13 @@ def calibrate(
     >>> round(recipe.noise_std, 6)
     0.074613
     """
-    check_epsilon(epsilon)
-    check_delta(delta)
+    check_value("epsilon", "epsilon", epsilon)
+    check_value("delta", "delta", delta)
     check_value("positive", "start", start)
     if find not in ("smallest", "largest", "fewest"):
         raise InputError.of("find", find, "'smallest', 'largest' or 'fewest'")
     target = _Target(epsilon, delta, compared_to, execution)
-    best = _search(make, target, find, start, relative)
+    best = _search(make, target, find, start)
     if parameters is None:
         return best
     size = count_parameters(parameters)
@@ -83,7 +78,7 @@ def calibrate(
         rounding = execution.rounding + choose_precision(best, size).rounding
         if target.with_rounding(rounding).excess(best) <= 0:
             return best
-        best = _search(make, target.with_rounding(rounding * (1 + 1e-6)), find, start, relative)
+        best = _search(make, target.with_rounding(rounding * (1 + 1e-6)), find, start)
     return best
 
 
@@ -129,7 +124,7 @@ class _Target:
 
 
 def _search(
-    make: Callable[[float], AnyRecipe], target: _Target, find: Find, start: float, relative: float
+    make: Callable[[float], AnyRecipe], target: _Target, find: Find, start: float
 ) -> AnyRecipe:
     def excess(x: float) -> float:
         return target.excess(make(x))
@@ -151,7 +146,7 @@ def _search(
         )
     if ends[0] <= SMALLEST:
         return make(0.0 if excess(0.0) <= 0 else ends[1])
-    best = turn(tighten(lambda x: excess(turn(x)), *ends, relative=relative))
+    best = turn(tighten(lambda x: excess(turn(x)), *ends, relative=1e-11))
     while excess(best) > 0:  # 1/(1/x) may be another float
         best *= 1 - 2e-16
     return make(best)
@@ -190,7 +185,5 @@ def _limit(recipe: Recipe, execution: Execution) -> str:
             )
         case ModelClipping():
             return "model_clip is so large against noise_std that a step forgets almost nothing"
-        case OutputPerturbation():
+        case _:
             return "noise_std is zero against a start_clip above zero"
-        case Retraining() | LinearModel() | Sharding():
-            return "this method has no free parameter"

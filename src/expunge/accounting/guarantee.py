@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -17,7 +15,6 @@ from expunge.accounting import gaussian
 from expunge.accounting.solving import bracket, tighten
 from expunge.accounting.theorems import clip_gradients, clip_models, ratio
 from expunge.errors import InputError
-from expunge.files import to_plain
 from expunge.recipes import (
     IDEAL,
     Bound,
@@ -31,12 +28,19 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     Sharding,
+    check_value,
     is_exact,
-    to_dict,
 )
 
-MAX_EPSILON = 709.0
 _SMALLEST = 2.2250738585072014e-308
+THEOREMS: Mapping[type[Recipe], str] = {
+    OutputPerturbation: "exact Gaussian mechanism (Balle & Wang 2018, Theorem 8)",
+    GradientClipping: "shifted interpolation, exact GDP (Bok, Su & Altschuler 2024)",
+    ModelClipping: "amplification by mixing (Balle et al. 2019, Theorem 1)",
+    Retraining: "retraining never uses the old model",
+    LinearModel: "solved again from retained rows alone",
+    Sharding: "every constituent is trained on retained data alone",
+}
 
 
 def guarantee(
@@ -64,9 +68,9 @@ def guarantee(
     (0.0, 0.0)
     """
     if delta is not None:
-        check_delta(delta)
+        check_value("delta", "delta", delta)
     if epsilon is not None:
-        check_epsilon(epsilon)
+        check_value("epsilon", "epsilon", epsilon)
     if compared_to not in ("retrained", "centre"):
         raise InputError.of("compared_to", compared_to, "'retrained' or 'centre'")
     if is_exact(recipe):
@@ -75,45 +79,12 @@ def guarantee(
     elif (delta is None) == (epsilon is None):
         raise InputError("give either delta or epsilon: the other one is computed")
     else:
-        retrained = _Side(recipe, "retrained", execution).bound(epsilon, delta)
-        side = _Side(recipe, "centre", execution)
-        centre, survival = side.bound(epsilon, delta), _exp_up(side.log_delta(0.0))
+        retrained = _bound(recipe, "retrained", execution, epsilon, delta)
+        centre = _bound(recipe, "centre", execution, epsilon, delta)
+        survival = _exp_up(log_delta(recipe, 0.0, compared_to="centre", execution=execution))
     chosen = retrained if compared_to == "retrained" else centre
     stated = chosen.epsilon, chosen.delta, chosen.mu
-    return Guarantee(*stated, compared_to, theorem(recipe), retrained, centre, survival)
-
-
-def check_delta(delta: float) -> None:
-    """δ ∈ (0, 1)."""
-    if not (_is_number(delta) and 0 < delta < 1):
-        raise InputError.of("delta", delta, "a number in (0, 1)")
-
-
-def check_epsilon(epsilon: float) -> None:
-    """ε ∈ [0, 709]: beyond it e^ε is not a finite float and the statement says nothing."""
-    if not (_is_number(epsilon) and 0 <= epsilon <= MAX_EPSILON):
-        raise InputError.of("epsilon", epsilon, "a number in [0, 709] (e^epsilon must be finite)")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, float | int) and not isinstance(value, bool)
-
-
-def theorem(recipe: Recipe) -> str:
-    """The theorem a recipe's guarantee rests on."""
-    match recipe:
-        case OutputPerturbation():
-            return "exact Gaussian mechanism (Balle & Wang 2018, Theorem 8)"
-        case GradientClipping():
-            return "shifted interpolation, exact GDP (Bok, Su & Altschuler 2024)"
-        case ModelClipping():
-            return "amplification by mixing (Balle et al. 2019, Theorem 1)"
-        case Retraining():
-            return "retraining never uses the old model"
-        case LinearModel():
-            return "solved again from retained rows alone"
-        case Sharding():
-            return "every constituent is trained on retained data alone"
+    return Guarantee(*stated, compared_to, THEOREMS[type(recipe)], retrained, centre, survival)
 
 
 def mu(
@@ -151,59 +122,57 @@ def log_delta(
     >>> round(log_delta(OutputPerturbation(start_clip=0.5, noise_std=100.0), 3.0), 3)
     -45015.432
     """
-    return _Side(recipe, compared_to, execution).log_delta(epsilon)
+    if isinstance(recipe, ModelClipping):
+        # n releases by basic composition: ε and δ add up.
+        n, starts = execution.releases, 2.0 if compared_to == "retrained" else 1.0
+        value = math.log(n) + clip_models(recipe, epsilon / n, starts)
+    else:
+        found = mu(recipe, compared_to=compared_to, execution=execution)
+        assert found is not None
+        value = gaussian.log_delta(epsilon, found)
+    if is_exact(recipe):
+        return value
+    return min(_add_tail(value, epsilon, execution), 0.0)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """One recipe, as it ran, against one reference."""
+def _bound(
+    recipe: Recipe,
+    compared_to: ComparedTo,
+    execution: Execution,
+    epsilon: float | None,
+    delta: float | None,
+) -> Bound:
+    """The other one of ε and δ, against one reference."""
 
-    recipe: Recipe
-    compared_to: ComparedTo
-    execution: Execution
+    def find(at: float) -> float:
+        return log_delta(recipe, at, compared_to=compared_to, execution=execution)
 
-    @functools.cached_property
-    def mu(self) -> float | None:
-        return mu(self.recipe, compared_to=self.compared_to, execution=self.execution)
+    found = mu(recipe, compared_to=compared_to, execution=execution)
+    if epsilon is not None:
+        return Bound(epsilon, _exp_up(find(epsilon)), found)
+    assert delta is not None
+    tail = execution.tail_delta > 0
+    if found is not None and not tail:
+        return Bound(gaussian.epsilon(found, delta), delta, found)
+    return Bound(_solve(find, delta, tail), delta, found)
 
-    def log_delta(self, epsilon: float) -> float:
-        """log θ_ε(μ), or the mixing recursion; with the sampler's tail on top."""
-        if isinstance(self.recipe, ModelClipping):
-            # n releases by basic composition: ε and δ add up.
-            n, starts = self.execution.releases, 2.0 if self.compared_to == "retrained" else 1.0
-            value = math.log(n) + clip_models(self.recipe, epsilon / n, starts)
-        else:
-            assert self.mu is not None
-            value = gaussian.log_delta(epsilon, self.mu)
-        if is_exact(self.recipe):
-            return value
-        return min(_add_tail(value, epsilon, self.execution), 0.0)
 
-    def bound(self, epsilon: float | None, delta: float | None) -> Bound:
-        if epsilon is not None:
-            return Bound(epsilon, _exp_up(self.log_delta(epsilon)), self.mu)
-        assert delta is not None
-        if self.mu is not None and self.execution.tail_delta == 0:
-            return Bound(gaussian.epsilon(self.mu, delta), delta, self.mu)
-        return Bound(self.solve(delta), delta, self.mu)
+def _solve(find: Callable[[float], float], delta: float, tail: bool) -> float:
+    """The smallest ε with log δ(ε) ≤ log δ, on the safe side: δ falls as ε grows."""
+    target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
 
-    def solve(self, delta: float) -> float:
-        """The smallest ε with log δ(ε) ≤ log δ, on the safe side: δ falls as ε grows."""
-        target = math.log(delta) - 4e-16 * (1 + abs(math.log(delta)))
+    def excess(value: float) -> float:
+        return max(find(value), -1e6) - target
 
-        def excess(value: float) -> float:
-            return max(self.log_delta(value), -1e6) - target
-
-        if excess(0.0) <= 0:
-            return 0.0
-        if self.execution.tail_delta > 0:
-            # The tail's own share grows with e^ε, so δ need not fall: the first ε that is enough.
-            ladder = [0.0, 1e-9, *(1e-3 * 1.1**n for n in range(142))]
-            steps = itertools.pairwise(ladder)
-            ends = next((pair for pair in steps if excess(pair[1]) <= 0), None)
-        else:
-            ends = bracket(excess, 1.0, lowest=1e-12, highest=1e5)
-        return math.inf if ends is None else tighten(excess, *ends)
+    if excess(0.0) <= 0:
+        return 0.0
+    if tail:
+        # The tail's own share grows with e^ε, so δ need not fall: the first ε that is enough.
+        ladder = [0.0, 1e-9, *(1e-3 * 1.1**n for n in range(142))]
+        ends = next((pair for pair in itertools.pairwise(ladder) if excess(pair[1]) <= 0), None)
+    else:
+        ends = bracket(excess, 1.0, lowest=1e-12, highest=1e5)
+    return math.inf if ends is None else tighten(excess, *ends)
 
 
 def _exp_up(log_value: float) -> float:
@@ -218,8 +187,3 @@ def _add_tail(log_value: float, epsilon: float, execution: Execution) -> float:
     tail = math.log(execution.tail_delta * execution.releases) + float(np.logaddexp(0.0, epsilon))
     total = float(np.logaddexp(log_value, tail))
     return total + 2e-15 * (1 + abs(total))
-
-
-def guarantee_to_dict(recipe: Recipe, found: Guarantee) -> dict[str, Any]:
-    """One flat object: the method, the recipe's fields and the guarantee's fields."""
-    return to_plain(to_dict(recipe)) | to_plain(found)

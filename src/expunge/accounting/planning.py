@@ -8,13 +8,12 @@ a noisy run *is* a restart from the public centre, up to the survival bound.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from expunge.accounting.calibration import Model, calibrate, count_parameters
-from expunge.accounting.guarantee import check_delta, check_epsilon, guarantee
+from expunge.accounting.guarantee import guarantee
 from expunge.accounting.precision import choose_precision
 from expunge.display import Shown, round_up, tabulate
 from expunge.errors import InputError
@@ -128,14 +127,12 @@ def plan(
     >>> p.candidates[-1].guarantee.epsilon, p.candidates[-1].guarantee.delta
     (0.0, 0.0)
     """
-    check_epsilon(epsilon)
-    check_delta(delta)
+    check_value("epsilon", "epsilon", epsilon)
+    check_value("delta", "delta", delta)
     size = count_parameters(parameters)
     steps = check_value("whole", "steps", steps)
     left = float(size) ** -0.25 if scale is None else scale
     check_value("positive", "scale", left)
-    if left < sys.float_info.min:
-        raise InputError.of("scale", scale, f"at least {sys.float_info.min}")
     check_value("positive", "learning_rate", learning_rate)
     farthest = FAR * left * math.sqrt(size)
     target: Any = {"epsilon": epsilon, "delta": delta, "compared_to": compared_to}

@@ -22,13 +22,7 @@ import numpy as np
 
 from expunge.accounting.guarantee import mu
 from expunge.errors import InputError
-from expunge.recipes import (
-    Execution,
-    GradientClipping,
-    NoisyRecipe,
-    OutputPerturbation,
-    schedule,
-)
+from expunge.recipes import Execution, GradientClipping, NoisyRecipe, OutputPerturbation, schedule
 
 # Coordinates saturate here: a projection onto a box, hence a contraction, hence free.
 LARGEST_CELL = 2.0**44

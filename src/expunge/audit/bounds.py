@@ -158,24 +158,12 @@ def share(confidence: float) -> float:
 
 
 @dataclass(frozen=True)
-class CellCheck:
-    """``p_value``: how often honest noise is as odd as the oddest of ``tests`` counts and sums."""
-
-    parameters: int
-    runs: int
-    tests: int
-    p_value: float
-    oddest: str
-
-
-@dataclass(frozen=True)
 class Audit(Shown):
     """What the audit of a mechanism found: all of ``claims`` are bounded with ``confidence``.
 
     ``epsilon_ceiling`` is what as many trials would have proved of a mechanism without any noise.
-    ``problems`` are sentences about what else does not hold. Of a run, ``cells`` is about the noise
-    of a long vector (None where the last step has none) and ``noise_p_value`` about the noise in
-    its record (None without one).
+    ``problems`` are sentences about what else does not hold. Of a run, ``noise_p_value`` is about
+    the noise in its record (None without one).
     """
 
     method: str
@@ -188,13 +176,12 @@ class Audit(Shown):
     attack: str
     seed: int | None
     problems: tuple[str, ...] = ()
-    cells: CellCheck | None = None
     noise_p_value: float | None = None
     contradicts: bool = False
     verdict: str = ""
 
     def __str__(self) -> str:
-        cells, facts = self.cells, {"method": self.method}
+        facts = {"method": self.method}
         for claim in self.claims:
             certified = f", certified {claim.value:.6g}" if math.isfinite(claim.value) else ""
             facts[str(claim)] = f"at least {claim.proved:.4g}{certified}"
@@ -205,11 +192,6 @@ class Audit(Shown):
         )
         if self.noise_p_value is not None:
             facts["record"] = f"p-value of its noise {self.noise_p_value:.3g}"
-        if cells is not None:
-            facts["cells"] = (
-                f"p-value {cells.p_value:.3g} of {cells.tests:,} counts and sums in {cells.runs} "
-                f"runs of {cells.parameters:,} parameters"
-            )
         return tabulate(self.verdict, list(facts.items()))
 
     def proved(self, kind: Kind) -> float:

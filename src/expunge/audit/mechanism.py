@@ -4,8 +4,8 @@
 (``trials``). The equation is then attacked: adversaries choose starts and retained data, statistics
 score what is released (``attacks``), exact intervals turn counts into bounds (``bounds``). A pilot
 of every adversary trains the statistics by its first half and chooses among them by the second; all
-other trials are fresh. The audit of a run also looks at the noise of a long vector (``cells``) and
-at that in its record, and verifies its certificate.
+other trials are fresh. The audit of a run also looks at the noise in its record, and verifies its
+certificate.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ from expunge.accounting.guarantee import guarantee, log_delta
 from expunge.accounting.precision import choose_precision, list_levels
 from expunge.audit.attacks import Adversary, Array, Statistic, fit_statistics, list_adversaries
 from expunge.audit.bounds import Audit, Claim, Threshold, choose_thresholds, conclude, share
-from expunge.audit.cells import examine_cells
 from expunge.audit.trials import SIZE, choose_noise, compare_engine, release_rows
 from expunge.certificates.record import Record
 from expunge.certificates.verification import verify
 from expunge.errors import InputError
 from expunge.files import to_plain, write_atomic
-from expunge.progress import Bar
+from expunge.progress import open_bar
 from expunge.recipes import Execution, NoisyRecipe, method_name, to_dict
 
 BLOCK = 1 << 15
@@ -92,11 +91,11 @@ def audit_mechanism(
     fresh = int(remaining / pace) if trials is None else trials - pilots
     fresh = min(max(fresh, pilots), MOST)
     counts = np.zeros((len(best.thresholds), 4), np.int64)
-    with Bar(fresh, "auditing", wanted=progress) as bar:
+    with open_bar(fresh, "auditing", progress) as update:
         for worlds in _run(best.adversary, fresh, seed, len(adversaries) << 20):
             scores = [best.statistic.score(world) for world in worlds]
             counts += [threshold.count(*scores) for threshold in best.thresholds]
-            bar.update(int(counts[0, 1] + counts[0, 3]))
+            update(int(counts[0, 1] + counts[0, 3]))
     proved = [
         replace(found.claim, proved=max(float(found.claim.bound(row, alpha)), 0.0))
         for found, row in zip(best.thresholds, counts, strict=True)
@@ -189,15 +188,11 @@ def audit_run(folder: str | Path, *, seed: int | None = None, **options: Any) ->
     claims = Claim("epsilon", c.retrained.epsilon, c.delta), mu, *deltas
     found = audit_mechanism(recipe, delta=c.delta, claims=claims, seed=seed, **options)
     problems, chance = [*found.problems, *checked.problems], None
-    cells = examine_cells(recipe, seed=seed, progress=options.get("progress", False))
-    if cells is not None and cells.p_value < IMPROBABLE:
-        problems.append(f"a long vector's noise is not of its law: {cells.oddest}")
     if (kept := place / "record.json").exists():
         chance = judge_noise(Record.load(kept))
         if chance < IMPROBABLE:
             problems.append(f"its realised noise is not of its noise_std (p = {chance:.1e})")
-    given = {"problems": tuple(problems), "cells": cells, "noise_p_value": chance}
-    found = conclude(replace(found, **given))
+    found = conclude(replace(found, problems=tuple(problems), noise_p_value=chance))
     text = json.dumps(to_plain(found), ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(place / "audit.json", (text + "\n").encode(), private=True)
     return found

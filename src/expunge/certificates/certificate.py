@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from expunge.accounting.guarantee import MAX_EPSILON, guarantee, theorem
+from expunge.accounting.guarantee import THEOREMS, guarantee
 from expunge.certificates.consistency import check_run, find_contradictions, read_time
 from expunge.certificates.fields import (
     Digest,
@@ -38,7 +38,7 @@ from expunge.certificates.wording import (
 )
 from expunge.display import Shown, shorten, tabulate
 from expunge.errors import InputError, UnlearningError
-from expunge.recipes import IDEAL, ComparedTo, Execution, is_exact, method_name
+from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, Execution, is_exact, method_name
 
 # A clock may be wrong, and a chain must go forward: a later request is not this much later.
 LONGEST_GAP = timedelta(days=5 * 365)
@@ -257,7 +257,7 @@ def check_derived(c: Certificate) -> list[str]:
     """Fields that follow from others, and those that must agree."""
     plain = c.model_dump(mode="json")
     chosen = plain["retrained" if c.compared_to == "retrained" else "centre"]
-    derived = complete(plain | chosen | {"theorem": theorem(c.recipe)})
+    derived = complete(plain | chosen | {"theorem": THEOREMS[type(c.recipe)]})
     found = [
         f"{name} is {shorten(plain[name])}; the rest of the certificate gives {shorten(value)}"
         for name, value in derived.model_dump(mode="json", exclude={"digest"}).items()

@@ -7,6 +7,7 @@ import inspect
 import math
 import tomllib
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
@@ -15,12 +16,13 @@ import typer
 from expunge.cli.text import AsJson, ComparedTo, print_json, write
 from expunge.display import tabulate
 from expunge.errors import InputError
+from expunge.files import to_plain
 from expunge.recipes import (
+    FIELDS,
     METHODS,
-    Parameter,
     Recipe,
-    describe_fields,
     from_dict,
+    list_required,
     method_name,
     to_dict,
 )
@@ -45,18 +47,14 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
 
     The command gets them as ``data``, the recipe as plain data.
     """
-    described = dict[str, Parameter]()
-    for kind in METHODS.values():
-        described = {p.name: p for p in describe_fields(kind)} | described
     file = typer.Option(
         "--recipe", help="TOML file with method = … and its parameters; may hold lists."
     )
     said = f"one of {', '.join(METHODS)}; left out with --recipe."
     method = typer.Argument(metavar="METHOD", show_default=False, help=said)
     added: dict[str, Any] = {"method": Annotated[str | None, method]}
-    for name, parameter in described.items():
-        kind = TYPES.get(parameter.kind, float) | None
-        added[name] = Annotated[kind, typer.Option(help=parameter.meaning)]
+    for name, (kind, meaning) in FIELDS.items():
+        added[name] = Annotated[TYPES.get(kind, float) | None, typer.Option(help=meaning)]
     added["recipe"] = Annotated[Path | None, file]
     own = inspect.signature(command, eval_str=True).parameters.values()
     keyword = inspect.Parameter.KEYWORD_ONLY
@@ -111,10 +109,10 @@ def calibrate(
 
     if data.get("method") not in METHODS:
         from_dict(data)
-    described = describe_fields(cast(str, data["method"]))
-    missing = [p.name for p in described if p.required and p.name not in data]
+    missing = [name for name in list_required(data["method"]) if name not in data]
     if len(missing) != 1 or missing[0] not in FREE:
-        choice = ", ".join(p.name for p in described if p.name in FREE)
+        names = (field.name for field in fields(METHODS[data["method"]]))
+        choice = ", ".join(name for name in names if name in FREE)
         raise InputError(
             f"calibrate needs exactly one of {choice} left out; missing here: "
             f"{', '.join(missing) or 'nothing'}"
@@ -177,10 +175,8 @@ def plan(
 
 def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool) -> None:
     """The recipe and what it certifies, as two small tables or as one object."""
-    from expunge.accounting.guarantee import guarantee_to_dict
-
     if as_json:
-        print_json(guarantee_to_dict(recipe, found))
+        print_json(to_plain(to_dict(recipe)) | to_plain(found))
         return
     rows = _list_values(recipe)
     write(tabulate(method_name(recipe), rows))

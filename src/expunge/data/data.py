@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from expunge.data import examples as kinds
@@ -11,6 +12,13 @@ from expunge.data.people import Names, check_request, read_ids
 from expunge.errors import InputError
 
 Person = str | Callable[[Any], Any]
+
+
+def check_data(data: object) -> None:
+    """Refuse what is no :class:`Data`."""
+    if not isinstance(data, Data):
+        kind = type(data).__name__
+        raise InputError(f"data is a {kind}; it must be an expunge.Data(examples, ids=...)")
 
 
 class Data:
@@ -55,21 +63,16 @@ class Data:
             part if part is None or isinstance(part, Data) else Data(part, collate=collate)  # pyright: ignore[reportUnnecessaryIsInstance]
             for part in (validation, test)
         )
-        self._counts: Counter[Names] | None = (
-            None  # of a stream, how many examples have these names
-        )
-        self._length: int | None = None
         self.ids: tuple[Names, ...] | None = None
-        if self.stream:
-            if ids is not None:
-                raise InputError("ids is given for a stream; say person= instead")
-            return
-        self._length = kinds.count(examples, self.kind)
-        self.ids = self._read_ids(ids)
-        if len(self.ids) != self._length:
-            raise InputError.of(
-                "number of ids", len(self.ids), f"{self._length}, as many as examples"
-            )
+        self._counts: Counter[Names] | None = None  # of a stream: examples that have these names
+        if not self.stream:
+            length = kinds.count(examples, self.kind)
+            self.ids = self._read_ids(length) if ids is None else read_ids(ids)
+            if len(self.ids) != length:
+                valid = f"{length}, as many as examples"
+                raise InputError.of("number of ids", len(self.ids), valid)
+        elif ids is not None:
+            raise InputError("ids is given for a stream; say person= instead")
 
     @property
     def stream(self) -> bool:
@@ -79,24 +82,19 @@ class Data:
     @property
     def people(self) -> Names:
         """Everybody who has an example, in order; a stream is read through once for this."""
-        owners = self._count() if self.ids is None else set(self.ids)
-        return tuple(sorted({name for names in owners for name in names}))
+        return tuple(sorted({name for owners in self._count() for name in owners}))
 
     def __len__(self) -> int:
-        return sum(self._count().values()) if self._length is None else self._length
+        return sum(self._count().values()) if self.ids is None else len(self.ids)
 
     def __repr__(self) -> str:
-        size = "a stream" if self._length is None else f"{self._length} examples"
-        whose = "" if self._counts is None and self.stream else f" of {len(self.people)} people"
-        return f"Data({size}{whose})"
+        if self.ids is None and self._counts is None:
+            return "Data(a stream)"
+        return f"Data({len(self)} examples of {len(self.people)} people)"
 
-    def count(self, people: Iterable[str] | None = None) -> int:
-        """How many examples have one of these names on them; of everybody, all."""
-        if people is None:
-            return len(self)
+    def count(self, people: Iterable[str]) -> int:
+        """How many examples have one of these names on them."""
         names = set(people)
-        if self.ids is not None:
-            return sum(not names.isdisjoint(owners) for owners in self.ids)
         return sum(n for owners, n in self._count().items() if not names.isdisjoint(owners))
 
     def everybody(self) -> frozenset[str]:
@@ -120,42 +118,28 @@ class Data:
     def take(self, places: Iterable[int]) -> Data:
         """The examples at these places, in this order; not of a stream."""
         assert self.ids is not None
-        chosen = list(places)
-        picked = kinds.select(self.examples, self.kind, chosen)
-        return self._with(picked, [self.ids[place] for place in chosen])
+        made, chosen = copy.copy(self), list(places)
+        made.examples = kinds.select(self.examples, self.kind, chosen)
+        made.ids, made._counts = tuple(self.ids[place] for place in chosen), None
+        made.validation = made.test = None
+        return made
 
     def _select(self, names: set[str], keep: bool) -> Data:
-        validation, test = (
+        if self.ids is not None:
+            stays = (keep != names.isdisjoint(owners) for owners in self.ids)
+            made = self.take(place for place, chosen in enumerate(stays) if chosen)
+        else:
+            made = copy.copy(self)
+            if self.person is not None:
+                made.examples = self._filter(names, keep)
+            if self._counts is not None:  # what was counted once is not read again
+                kept = (owners for owners in self._counts if keep != names.isdisjoint(owners))
+                made._counts = Counter({owners: self._counts[owners] for owners in kept})
+        made.validation, made.test = (
             None if part is None else part._select(names, keep)
             for part in (self.validation, self.test)
         )
-        if self.ids is None:
-            picked = self if self.person is None else self._with(self._filter(names, keep), None)
-        else:
-            wanted = (keep != names.isdisjoint(owners) for owners in self.ids)
-            picked = self.take(place for place, chosen in enumerate(wanted) if chosen)
-        found = picked._with(picked.examples, picked.ids, validation, test)
-        if self._counts is not None:  # what was counted once is not read again
-            kept = ((own, n) for own, n in self._counts.items() if keep != names.isdisjoint(own))
-            found._counts = Counter(dict(kept))
-        return found
-
-    def _with(
-        self,
-        examples: Any,
-        ids: Iterable[Names] | None,
-        validation: Data | None = None,
-        test: Data | None = None,
-    ) -> Data:
-        return Data(
-            examples,
-            ids,
-            person=self.person if ids is None else None,
-            validation=validation,
-            test=test,
-            collate=self.collate,
-            exact_names=self.exact_names,
-        )
+        return made
 
     def _filter(self, names: set[str], keep: bool) -> Any:
         from expunge.data.streams import FilteredStream
@@ -164,41 +148,29 @@ class Data:
         # A Hugging Face stream stays one; a method of an object can be handed to workers.
         return self.examples.filter(made.stays) if hasattr(self.examples, "column_names") else made
 
+    def _read_ids(self, length: int) -> tuple[Names, ...]:
+        if self.person is None:
+            return ((),) * length
+        if isinstance(self.person, str) and self.kind in ("columns", "frame", "table"):
+            return read_ids(self._find_owner(self.examples), "person")
+        each = (kinds.read_one(self.examples, self.kind, place) for place in range(length))
+        return read_ids(map(self._find_owner, each), "person")
+
+    def _find_owner(self, example: Any) -> Any:
+        """What ``person`` says of one example; a column, of examples that have columns."""
+        if callable(self.person):
+            return self.person(example)
+        try:
+            return example[self.person]
+        except (KeyError, IndexError, TypeError):
+            raise InputError.of("person", self.person, "a column of the examples") from None
+
     def _own(self, example: Any) -> Names:
         """The names on one example of a stream."""
-        match self.person:
-            case None:
-                return ()
-            case str():
-                try:
-                    return read_ids([example[self.person]], "person")[0]
-                except (KeyError, IndexError, TypeError):
-                    raise InputError.of("person", self.person, "a column of the examples") from None
-            case _:
-                return read_ids([self.person(example)], "person()")[0]
-
-    def _read_ids(self, ids: Iterable[Any] | None) -> tuple[Names, ...]:
-        assert self._length is not None
-        if ids is not None:
-            return read_ids(ids)
-        match self.person:
-            case None:
-                return ((),) * self._length
-            case str():
-                return read_ids(kinds.read_column(self.examples, self.kind, self.person), "person")
-            case _:
-                return read_ids(map(self.person, self._each()), "person()")
-
-    def _each(self) -> Iterator[Any]:
-        if self.kind in ("list", "table", "dataset"):
-            return (self.examples[place] for place in range(len(self.examples)))
-        rows = range(kinds.count(self.examples, self.kind))
-        if self.kind == "frame":
-            return (self.examples.iloc[row] for row in rows)
-        columns = getattr(self.examples, "tensors", self.examples)
-        return (kinds.map_columns(columns, lambda c, r=row: c[r]) for row in rows)
+        return () if self.person is None else read_ids([self._find_owner(example)], "person")[0]
 
     def _count(self) -> Counter[Names]:
+        """How many examples have these names; a stream is read through for it, once."""
         if self._counts is None:
-            self._counts = Counter(map(self._own, self.examples))
+            self._counts = Counter(map(self._own, self.examples) if self.ids is None else self.ids)
         return self._counts

@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
+import numpy as np
+
 from expunge.errors import InputError
 
 Kind = Literal["columns", "frame", "table", "list", "dataset", "stream"]
@@ -79,10 +81,10 @@ def select(examples: Any, kind: Kind, places: Sequence[int]) -> Any:
     """
     match kind:
         case "columns" if _is_tensor_dataset(examples):
-            return type(examples)(*(column[_index(places)] for column in examples.tensors))
+            index = np.asarray(places, np.int64)
+            return type(examples)(*(column[index] for column in examples.tensors))
         case "columns":
-            index = _index(places)
-            return map_columns(examples, lambda column: _take(column, places, index))
+            return map_columns(examples, lambda column: _take(column, places))
         case "frame":
             return examples.iloc[list(places)]
         case "table":
@@ -116,30 +118,28 @@ def map_columns(examples: Any, change: Callable[[Any], Any]) -> Any:
             return change(examples)
 
 
-def read_column(examples: Any, kind: Kind, name: str) -> Any:
-    """The column of this name; of a list or data set, the field of each example."""
-    try:
-        match kind:
-            case "columns" | "frame" | "table":
-                return examples[name]
-            case _:
-                return [examples[place][name] for place in range(len(examples))]
-    except (KeyError, IndexError, TypeError):
-        raise InputError.of("person", name, "a column of the examples") from None
+def read_one(examples: Any, kind: Kind, place: int) -> Any:
+    """One example: of columns, the rows that belong together.
+
+    >>> read_one(([1.0, 2.0], [0, 1]), "columns", 1)
+    (2.0, 1)
+    """
+    match kind:
+        case "frame":
+            return examples.iloc[place]
+        case "columns":
+            columns = getattr(examples, "tensors", examples)
+            return map_columns(columns, lambda c: c.iloc[place] if hasattr(c, "iloc") else c[place])
+        case _:
+            return examples[place]
 
 
-def _take(column: Any, places: Sequence[int], index: Any) -> Any:
+def _take(column: Any, places: Sequence[int]) -> Any:
     if hasattr(column, "iloc"):
         return column.iloc[list(places)]
     if _is_array(column):
-        return column[index]
+        return column[np.asarray(places, np.int64)]
     return [column[place] for place in places]
-
-
-def _index(places: Sequence[int]) -> Any:
-    import numpy as np
-
-    return np.asarray(places, np.int64)
 
 
 def _is_array(thing: Any) -> bool:

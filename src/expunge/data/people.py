@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from numbers import Integral
 from typing import Any, cast
 
@@ -97,7 +98,8 @@ def check_request(
     """The people of a request, each of whom is there, or ``gone`` by an earlier request.
 
     Empty, doubled and unknown names are refused, and so is a name that somebody else's, who would
-    stay, looks like: they may be one person.
+    stay, looks like: they may be one person. Whoever is ``gone`` may not be among those who stay.
+    All slips are named at once, one line each.
 
     >>> check_request(["bob"], ["ann", "bob"])
     ('bob',)
@@ -106,32 +108,40 @@ def check_request(
     ...
     expunge.errors.InputError: forget names 'Ann', who is not in the data; did you mean 'ann'?
     """
-    wanted = read_people(forget, "forget")
+    wanted, there = read_people(forget, "forget"), set(people)
+    if slips := "\n".join(_find_slips(wanted, there, gone, exact_names)):
+        raise InputError(slips)
+    return wanted
+
+
+def _find_slips(
+    wanted: Names, there: set[str], gone: Collection[str], exact_names: bool
+) -> Iterator[str]:
     if not wanted:
-        raise InputError("forget is empty; it must name at least one person")
-    if len(set(wanted)) < len(wanted):
-        twice = next(name for at, name in enumerate(wanted) if name in wanted[:at])
-        raise InputError(f"forget names {twice!r} twice; each person may stand in it once")
-    there = set(people)
-    unknown = [name for name in wanted if name not in there and name not in gone]
-    if unknown:
+        yield "forget is empty; it must name at least one person"
+    if twice := [name for name, number in Counter(wanted).items() if number > 1]:
+        yield f"forget names {twice[0]!r} twice; each person may stand in it once"
+    if unknown := [name for name in wanted if name not in there and name not in gone]:
         more = f" ({len(unknown)} such names in all)" if len(unknown) > 1 else ""
-        raise InputError(
-            f"forget names {unknown[0]!r}, who is not in the data{more}"
-            + _suggest(unknown[0], sorted(there))
-        )
-    for name, like in () if exact_names else find_lookalikes(wanted, there.difference(wanted)):
-        raise InputError(
+        hint = _suggest(unknown[0], sorted(there))
+        yield f"forget names {unknown[0]!r}, who is not in the data{more}; {hint}"
+    named, stay = set(wanted).difference(unknown), there.difference(wanted)
+    for name, like in [] if exact_names else find_lookalikes(named, stay)[:1]:
+        yield (
             f"forget names {name!r}, and the data also have {like!r}, who would stay; name both, "
             "or say Data(..., exact_names=True) where such names are different people"
         )
-    return wanted
+    for name in sorted(stay.intersection(gone))[:1]:
+        yield (
+            f"the data have {name!r}, whom the parent release forgot; remove their examples, or "
+            "name them in forget again"
+        )
 
 
 def _suggest(name: str, people: Sequence[str]) -> str:
     alike = [like for _, like in find_lookalikes([name], people)]
     alike += difflib.get_close_matches(name, people if len(people) <= 10_000 else [], 1)
-    return f"; did you mean {alike[0]!r}?" if alike else "; is this the right list?"
+    return f"did you mean {alike[0]!r}?" if alike else "is this the right list?"
 
 
 def find_lookalikes(forget: Iterable[str], stay: Iterable[str]) -> list[tuple[str, str]]:

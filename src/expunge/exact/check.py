@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from expunge.data.data import Data
+from expunge.data.data import Data, check_data
 from expunge.errors import ExpungeError, InputError, describe_error
 from expunge.networks.building import call_build
 from expunge.networks.checkpoints import read_old
@@ -74,9 +74,7 @@ def check(
     with found.step():
         check_loss(loss)
     with found.step():
-        if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = type(data).__name__
-            raise InputError(f"data is a {kind}; it must be an expunge.Data(examples, ids=...)")
+        check_data(data)
         found.facts.append(f"data: {len(data)} examples of {len(data.people)} people")
         if forget is not None:
             request = read_request(data, forget, parent)
@@ -111,7 +109,7 @@ class _Findings:
         try:
             yield
         except ExpungeError as error:
-            self.problems.append(str(error))
+            self.problems += str(error).split("\n")
 
 
 def _run_batch(module: nn.Module, data: Data, loss: Loss | None, size: int, seed: int) -> str:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.hashes import hash_tensors
-from expunge.certificates.people import Commitment, find_members, opens
+from expunge.certificates.people import Commitment, opens
 from expunge.certificates.record import Record, list_versions
-from expunge.certificates.release import CERTIFICATE, RECORD, WEIGHTS, Release, check_record
+from expunge.certificates.release import CERTIFICATE, RECORD, WEIGHTS, Parent, Release, check_record
 from expunge.data.data import Data
 from expunge.errors import InputError
 from expunge.networks.building import call_build
@@ -76,69 +77,51 @@ def replay(
             "run", certificate.method, "a retraining; shards and linear models replay themselves"
         )
     check_record(certificate, record, run)
-    other, retained = dict[str, str](), data
-    if record is not None:
-        gone = [n for c in (*record.earlier, record.forget) for n in find_members(c, data.people)]
-        retained = data.drop(gone)
-    differences = _compare_people((certificate if record is None else record).retained, retained)
-    if record is not None:
-        other = _compare_code(record, build, data, train)
-    seed = certificate.seed
-    module = call_build(build, int(seed), device=device)
-    causes = _list_causes(certificate, module)
-    trained = run_training(train, module, retained, int(seed), device=device)
-    changed = _compare(collect_tensors(trained), released, certificate)
-    if changed:  # other code matters where the bits differ, and only there
-        code = [sentence for name, sentence in other.items() if name != "data"]
-        differences = [*differences, *code, *changed]
-        causes = (
-            "other rows of the same people",
-            *(other[n] for n in other if n == "data"),
-            *causes,
-        )
-    if (found := hash_tensors(released)) != (stated := certificate.weights.after):
-        differences.append(
-            f"the released weights have the hash {found}; the certificate says {stated}"
-        )
-    notes = [*other.values(), *(f"before {a.note!r}, not repeated" for a in certificate.applied)]
-    return Replay(not differences, tuple(differences), causes if changed else (), tuple(notes))
+    retained = data.drop(Parent(certificate, record).find_returned(data.people))
+    code = [] if record is None else _compare_code(record, build, data, train)
+    module = call_build(build, int(certificate.seed), device=device)
+    causes = [*code, "other rows of the same people", *_list_causes(certificate, module)]
+    trained = run_training(train, module, retained, int(certificate.seed), device=device)
+    stated = (certificate if record is None else record).retained
+    differences = [
+        *_compare_people(stated, retained),
+        *_compare(collect_tensors(trained), released, certificate),
+    ]
+    notes = [*code, *(f"before {a.note!r}, not repeated" for a in certificate.applied)]
+    return Replay(
+        not differences, tuple(differences), tuple(causes) if differences else (), tuple(notes)
+    )
 
 
 def _read(run: Release | str | Path) -> tuple[Certificate, Record | None, Mapping[str, Tensor]]:
     if isinstance(run, Release):
         return run.certificate, run.record, run.tensors
-    from safetensors.torch import load_file
-
     folder = Path(run)
     if not (folder / WEIGHTS).is_file():
         raise InputError.of("run", str(run), f"the folder of a release, with {WEIGHTS}")
-    record = folder / RECORD
-    return (
-        Certificate.load(folder / CERTIFICATE),
-        Record.load(record) if record.is_file() else None,
-        load_file(folder / WEIGHTS),
-    )
+    record = Record.load(folder / RECORD) if (folder / RECORD).is_file() else None
+    return Certificate.load(folder / CERTIFICATE), record, load_file(folder / WEIGHTS)
 
 
 def _compare(
     tensors: Mapping[str, Tensor], released: Mapping[str, Tensor], certificate: Certificate
 ) -> list[str]:
-    """Names of tensors that differ; what was applied afterwards is compared by the hash before."""
+    """Tensors that differ; what was applied afterwards is compared by the hash before."""
+    found, stated = list[str](), certificate.weights.after
     if certificate.applied:
-        before = certificate.applied[0].before
-        found = hash_tensors(tensors)
-        note = certificate.applied[0].note
-        differs = f"the weights before {note!r} have the hash {found}, not {before}"
-        return [] if found == before else [differs]
-    names = sorted(tensors.keys() | released.keys())
-    wrong = [
-        name
-        for name in names
-        if name not in tensors
-        or name not in released
-        or not has_same_bits(tensors[name], released[name])
-    ]
-    return [f"{len(wrong)} of {len(names)} tensors differ, {wrong[0]} first"] if wrong else []
+        first, root = certificate.applied[0], hash_tensors(tensors)
+        if root != first.before:
+            found.append(
+                f"the weights before {first.note!r} have the hash {root}, not {first.before}"
+            )
+    else:
+        names, both = sorted(tensors.keys() | released.keys()), tensors.keys() & released.keys()
+        wrong = [n for n in names if n not in both or not has_same_bits(tensors[n], released[n])]
+        if wrong:
+            found.append(f"{len(wrong)} of {len(names)} tensors differ, {wrong[0]} first")
+    if (root := hash_tensors(released)) != stated:
+        found.append(f"the released weights have the hash {root}; the certificate says {stated}")
+    return found
 
 
 def _compare_people(stated: Commitment, retained: Data) -> list[str]:
@@ -153,30 +136,22 @@ def _compare_people(stated: Commitment, retained: Data) -> list[str]:
     ]
 
 
-def _compare_code(record: Record, build: Any, data: Data, train: Train) -> dict[str, str]:
+def _compare_code(record: Record, build: Any, data: Data, train: Train) -> list[str]:
     found = describe_code(record.salt, build=build, data=data, train=train)
-    return {
-        name: f"the source of {name} is another than the run's"
+    return [
+        f"the source of {name} is another than the run's"
         for name in ("build", "data", "train")
         if getattr(found, name) != getattr(record.code, name)
-    }
+    ]
 
 
-def _list_causes(certificate: Certificate, module: nn.Module) -> tuple[str, ...]:
+def _list_causes(certificate: Certificate, module: nn.Module) -> list[str]:
     """What could make bits differ although nothing is wrong."""
     then, now = certificate.environment, describe_environment(module)
-    causes = [
-        f"{name} was {then.versions.get(name)}, here it is {found}"
-        for name, found in list_versions().items()
-        if then.versions.get(name) != found
-    ]
-    causes += [
-        f"{name} was {getattr(then, name)}, here it is {getattr(now, name)}"
-        for name in ("device", "dtype", "threads", "processes")
-        if getattr(then, name) != getattr(now, name)
-    ]
+    pairs = {n: (then.versions.get(n), version) for n, version in list_versions().items()}
+    for name in ("device", "dtype", "threads", "processes"):
+        pairs[name] = getattr(then, name), getattr(now, name)
+    causes = [f"{n} was {was}, here it is {is_}" for n, (was, is_) in pairs.items() if was != is_]
     if now.device != "cpu":
-        causes.append("kernels of an accelerator: there a difference proves nothing")
-    else:
-        causes.append("another processor, or a train() that draws on what no seed decides")
-    return tuple(causes)
+        return [*causes, "kernels of an accelerator: there a difference proves nothing"]
+    return [*causes, "another processor, or a train() that draws on what no seed decides"]

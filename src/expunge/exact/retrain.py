@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ from expunge.recipes import Retraining
 from expunge.training.calling import Train, check_train, describe_environment, run_training
 from expunge.training.requests import (
     Before,
-    Request,
     bind,
     check_start,
     describe_code,
@@ -81,41 +80,29 @@ def retrain(
     start = hash_start(module)
     if old is not None:
         check_start(module, read_old(old, module, key=key, strict=False), unchanged)
-    functions: dict[str, Any] = {"build": build, "data": data, "train": train}
-    record = _describe(request, module, seed, start, published, unchanged, **functions)
-    if resume is not None:
-        went_on = bind(resume, identify(request, build=build, train=train, seed=seed))
-        record = record.model_copy(update={"resumed": int(went_on)})
-    trained = run_training(train, module, request.retained, seed, resume=resume, device=device)
-    tensors = collect_tensors(trained)
-    release = make_release(trained, record, start=start, tensors=tensors, parent=request.parent)
-    return _share(release)
-
-
-def _describe(
-    request: Request,
-    module: nn.Module,
-    seed: int,
-    start: Mapping[str, bytes],
-    published: str | Path | None,
-    unchanged: Collection[str],
-    **functions: Any,
-) -> Record:
-    """The record as far as it is decided before training."""
     root, salt = combine_leaves(start.values()), secrets.token_hex(32)
-    return Record(
+    named = describe_published(module, published)
+    resumed = resume is not None and bind(
+        resume, identify(request, build=build, train=train, seed=seed)
+    )
+    record = Record(
         recipe=Retraining(),
         parameters=sum(p.numel() for p in list_trainable(module).values()),
         seed=seed,
         start="build",
-        code=describe_code(salt, **functions),
+        code=describe_code(salt, build=build, data=data, train=train),
         salt=salt,
-        weights=Weights(after=root, start=root, published=describe_published(module, published)),
-        training=describe_training(functions["train"], request.retained),
+        weights=Weights(after=root, start=root, published=named),
+        training=describe_training(train, request.retained),
         unchanged=tuple(unchanged),
         environment=describe_environment(module),
+        resumed=int(resumed),
         **request.describe(),
     )
+    trained = run_training(train, module, request.retained, seed, resume=resume, device=device)
+    tensors = collect_tensors(trained)
+    release = make_release(trained, record, start=start, tensors=tensors, parent=request.parent)
+    return _share(release)
 
 
 def _share(release: Release) -> Release:

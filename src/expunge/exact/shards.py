@@ -29,13 +29,8 @@ from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.hashes import combine_leaves, hash_tensors
 from expunge.certificates.people import commit
 from expunge.certificates.record import Record, Sharding, Weights
-from expunge.certificates.release import (
-    CERTIFICATE,
-    WEIGHTS,
-    Release,
-    describe_contents,
-)
-from expunge.data.data import Data
+from expunge.certificates.release import CERTIFICATE, WEIGHTS, Release, describe_contents
+from expunge.data.data import Data, check_data
 from expunge.data.people import check_request, read_people
 from expunge.errors import InputError, RunError, UnlearningError
 from expunge.exact.shards_constituents import (
@@ -55,7 +50,7 @@ from expunge.exact.shards_examples import (
     decode,
     index_examples,
 )
-from expunge.exact.shards_slices import FEWEST, Given, Kept, Slice, Slices
+from expunge.exact.shards_slices import FEWEST, Given, Kept, Slices
 from expunge.manifests import read_kind
 from expunge.networks.releases import hash_start, read_verified
 from expunge.recipes import Sharding as Recipe
@@ -64,6 +59,7 @@ from expunge.training.calling import Train, check_train, describe_environment
 from expunge.training.requests import describe_code, describe_training
 
 KIND, NOTHING = "shards", "no shard has two examples or more"
+SOURCES = ("build", "train", "collate")
 
 
 class Shards:
@@ -128,7 +124,6 @@ class Shards:
         self.workers, self.ray, self.progress = workers, ray, progress
         self.path = None if state is None else Path(state)
         self.state: State | None = None
-        self._known: dict[str, tuple[str, Slice]] = {}
         # Read now: what training appends to (a list of losses) is no other source afterwards.
         self._code = {"build": describe_source(build), "train": describe_source(train)}
         self._open()
@@ -140,7 +135,7 @@ class Shards:
 
     def __len__(self) -> int:
         """How many examples there are."""
-        return self._read_slices().total
+        return 0 if self.state is None else Slices.read(self.state).total
 
     def learn(self, data: Data, *, readmit: bool = False) -> int:
         """Add examples and train what they touch; returns how many were new.
@@ -150,31 +145,31 @@ class Shards:
         must have all that was learned there before, unless the state keeps examples. People who
         were forgotten are refused unless ``readmit``.
         """
-        if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = type(data).__name__
-            raise InputError(f"data is a {kind}; it must be an expunge.Data(examples, ids=...)")
+        check_data(data)
         check_repeatable(data)
         with self._writing(create=True) as state:
-            self._check_returned(state)
-            before, settings = self._read_slices(), self._describe(data)
+            before, settings = Slices.read(state), self._describe(data)
+            before.check_returned()
             back = state.find_readmitted(data.everybody(), readmit)
             index = index_examples(data, self.assignment, state)
-            slices, source = before.add(index), self._make_source(state, data, index)
-            works = self._plan_work(slices, settings, source)
+            slices = before.add(index)
+            source = self._make_source(slices, data, index)
+            works = self._plan_work(source, settings)
             files = source.list_files(slices.list_changed(before))
             undo = {name: bytes(state.read(name)) if name in state else None for name in files}
             old = state.settings
             if files or settings != old:
                 state.commit(files, settings=settings)
             try:
-                self._train(state, works)
+                self._train(slices, works)
             except RunError:  # what was trained is kept: the same call goes on
                 raise
             except Exception:  # what cannot be trained is not learned
-                state.commit(undo, settings=old)
-                self._drop_stale(state)
+                state.commit(undo | before.list_stale(old), settings=old)
                 raise
-            self._drop_stale(state, back)
+            stale = slices.list_stale(settings)
+            if stale or back:
+                state.commit(stale, readmit=back)
         return slices.total - before.total
 
     def forget(self, people: Iterable[Any], data: Data | None = None) -> Release:
@@ -187,9 +182,9 @@ class Shards:
         with self._writing() as state:
             names = read_people(people, "forget")
             marks = {state.mark(state.name(name)): name for name in names}
-            self._check_returned(state, marks)
-            before, settings = self._read_slices(), self._describe(data)
-            slices, gone = before.remove(state, names)
+            before, settings = Slices.read(state), self._describe(data)
+            before.check_returned(leaving=marks)
+            slices, gone = before.remove(names)
             left = {name for mark, name in marks.items() if mark in state.forgotten}
             there = {marks[mark] for mark in gone}
             if data is not None and not data.exact_names:  # to find those who look like them
@@ -200,40 +195,44 @@ class Shards:
                 warnings.warn(f"already forgotten: {many}", stacklevel=2)
             if max(map(sum, slices.count())) < FEWEST:
                 raise UnlearningError(f"{NOTHING}; there would be nothing to release")
-            source = self._make_source(state, data)
-            works = self._plan_work(slices, settings, source)
+            source = self._make_source(slices, data)
+            works = self._plan_work(source, settings)
             files = source.list_files(slices.list_changed(before))
             if files or settings != state.settings:
-                stale = slices.list_stale(state, settings)
+                stale = slices.list_stale(settings)
                 state.commit(files | stale, forget=gone, settings=settings)
-            self._train(state, works)
-            return self._release(state, names, marks)
+            self._train(slices, works)
+            return self._release(slices, names, marks)
 
     def release(self) -> Release:
         """The ensemble of everything that is there now."""
         with self._writing() as state:
-            self._check_returned(state)
+            slices = Slices.read(state)
+            slices.check_returned()
             if self._describe(None) != state.settings:
                 raise InputError("upgrade is True; call learn(data): it trains everything again")
-            return self._release(state, (), ())
+            return self._release(slices, (), ())
 
-    def holds(self, people: Iterable[Any]) -> tuple[str, ...]:
+    def holds(self, people: Iterable[Any]) -> list[str]:
         """Those of ``people`` who have an example here."""
         if (state := self.state) is None:
-            return ()
+            return []
         state.refresh()
-        names, owners = read_people(people, "people"), self._read_slices().list_owners()
-        return tuple(name for name in dict.fromkeys(names) if state.name(name) in owners)
+        names, owners = dict.fromkeys(read_people(people)), Slices.read(state).list_owners()
+        return [name for name in names if state.name(name) in owners]
 
-    def forgot(self, people: Iterable[Any]) -> tuple[str, ...]:
+    def forgot(self, people: Iterable[Any]) -> list[str]:
         """Those of ``people`` who are in the list of the forgotten."""
-        names = () if self.state is None else dict.fromkeys(read_people(people, "people"))
-        return tuple(name for name in names if self.state and self.state.is_forgotten(name))
+        if (state := self.state) is None:
+            return []
+        state.refresh()
+        return [name for name in dict.fromkeys(read_people(people)) if state.is_forgotten(name)]
 
     def cost(self, people: Iterable[Any]) -> float:
         """What forgetting these people would cost, as a part of training the whole ensemble."""
-        names = () if self.state is None else map(self.state.name, read_people(people, "people"))
-        return self._read_slices().measure(set(names))
+        if (state := self.state) is None:
+            return 0.0
+        return Slices.read(state).measure(set(map(state.name, read_people(people))))
 
     def replay(self, data: Data, run: str | Path | None = None) -> list[str]:
         """Train every constituent again from nothing; returns what differs from the state, and from
@@ -246,12 +245,13 @@ class Shards:
             expected["the release"] = certificate.sharding.hashes
             read_verified(Path(run) / WEIGHTS, certificate.weights.after)
         if self.state is not None:
-            expected["the state"] = _hash_each(self._read_constituents(), shards)
+            expected["the state"] = _hash_each(_read_constituents(Slices.read(self.state)), shards)
             data = data.drop(data.everybody().difference(self.holds(data.everybody())))
         fresh = Shards(self.plan.build, self.plan.train, **asdict(self.assignment),
                        workers=self.workers, ray=self.ray)  # fmt: skip
         fresh.learn(data)
-        found = _hash_each(fresh._read_constituents(), shards)
+        assert fresh.state is not None
+        found = _hash_each(_read_constituents(Slices.read(fresh.state)), shards)
         return [
             f"constituent {k} trained again is {one}, that of {where} is {other}"
             for where, hashes in expected.items()
@@ -280,25 +280,23 @@ class Shards:
 
     def _describe(self, data: Data | None) -> dict[str, Any]:
         """What decides, beside the examples; refused where it is not what the state was made by."""
-        before = {} if self.state is None else dict(self.state.settings)
-        collate = before.get("code", {}).get("collate")
-        own = collate if data is None else describe_source(data.collate)
+        before = {} if self.state is None else self.state.settings
+        collate = before.get("collate") if data is None else describe_source(data.collate)
         settings: dict[str, Any] = {
             **asdict(self.assignment),
             "keep_examples": self.keep_examples,
-            "code": {**self._code, "collate": own},
+            **self._code,
+            "collate": collate,
             "version": self.version,
             "torch": str(torch.__version__),
             "expunge": __version__,
         }
         if self.state is None or not self.state.names("slices/") or self.upgrade:
             return settings
-        code = settings["code"]
-        changed = [f"the source of {name}" for name in code if code[name] != before["code"][name]]
-        changed += [
-            f"{name} ({before[name]!r}, now {settings[name]!r})"
-            for name in ("version", "torch", "expunge")
-            if before[name] != settings[name]
+        changed = [
+            f"the source of {n}" if n in SOURCES else f"{n} ({before[n]!r}, now {value!r})"
+            for n, value in settings.items()
+            if before[n] != value
         ]
         if changed:
             raise InputError(
@@ -308,58 +306,34 @@ class Shards:
             )
         return settings
 
-    def _read_slices(self) -> Slices:
-        if self.state is None:
-            return Slices(self.assignment, dict.fromkeys(self.assignment.list_places(), Slice()))
-        return Slices.read(self.state, self.assignment, self._known)
+    def _make_source(self, slices: Slices, data: Data | None, index: Index | None = None) -> Given:
+        return (Kept if self.keep_examples else Given)(slices, data, index)
 
-    def _check_returned(self, state: State, leaving: Collection[bytes] = ()) -> None:
-        def find(marks: frozenset[bytes]) -> frozenset[bytes]:
-            return marks & {state.mark(owner) for owner in self._read_slices().list_owners()}
-
-        state.check_returned(find, leaving)
-
-    def _make_source(self, state: State, data: Data | None, index: Index | None = None) -> Given:
-        return (Kept if self.keep_examples else Given)(state, self.assignment, data, index)
-
-    def _drop_stale(self, state: State, back: Collection[bytes] = ()) -> None:
-        stale = self._read_slices().list_stale(state, state.settings)
-        if stale or back:
-            state.commit(stale, readmit=back)
-
-    def _plan_work(self, slices: Slices, settings: Mapping[str, Any], source: Given) -> list[Work]:
+    def _plan_work(self, source: Given, settings: Mapping[str, Any]) -> list[Work]:
         """What has to be trained; examples that it needs and that are not at hand are refused."""
-        works, state = list[Work](), source.state
-        for shard, names in slices.list_checkpoints(state, settings).items():
+        works, state = list[Work](), source.slices.state
+        for shard, names in source.slices.list_checkpoints(settings).items():
             done = [j for j, name in enumerate(names, 1) if name in state]
             first = max(done, default=0) + 1
             places = self.assignment.list_places(shard)
-            todo = range(first, len(names) + 1)
-            stages = [partial(source.read, slices, places[:j]) for j in todo]
+            stages = [partial(source.read, places[:j]) for j in range(first, len(names) + 1)]
             if stages:
                 before = bytes(state.read(names[first - 2])) if first > 1 else None
                 works.append(Work(shard, first, before, stages))
-        source.check(slices, [work.shard for work in works])
+        source.check([work.shard for work in works])
         return works
 
-    def _train(self, state: State, works: list[Work]) -> None:
-        names = self._read_slices().list_checkpoints(state, state.settings)
+    def _train(self, slices: Slices, works: list[Work]) -> None:
+        state = slices.state
+        names = slices.list_checkpoints(state.settings)
 
         def keep(shard: int, stage: int, checkpoint: bytes) -> None:
             state.commit({names[shard][stage - 1]: checkpoint})
 
         train_shards(self.plan, works, keep, self.workers, self.ray, self.progress)
 
-    def _read_constituents(self) -> dict[int, Tensors]:
-        state = self.state
-        assert state is not None
-        names = self._read_slices().list_checkpoints(state, state.settings)
-        if any(own[-1] not in state for own in names.values()):
-            raise UnlearningError("a call of learn or forget was cut short; repeat it first")
-        return {k: decode(state.read(own[-1]))[0] for k, own in names.items()}
-
-    def _release(self, state: State, names: tuple[str, ...], marks: Collection[bytes]) -> Release:
-        created = datetime.now(UTC).isoformat(timespec="seconds")
+    def _release(self, slices: Slices, names: tuple[str, ...], marks: Collection[bytes]) -> Release:
+        state, created = slices.state, datetime.now(UTC).isoformat(timespec="seconds")
         parent = None if state.parent is None else Certificate.from_bytes(state.parent)
         if left := state.pending.keys() - set(marks):
             warnings.warn(
@@ -367,7 +341,7 @@ class Shards:
                 "its release was not saved; name them again to have them named",
                 stacklevel=3,
             )
-        constituents, slices = self._read_constituents(), self._read_slices()
+        constituents = _read_constituents(slices)
         if not constituents:
             raise UnlearningError(f"{NOTHING}; there is nothing to release")
         base = self.plan.make()
@@ -387,7 +361,7 @@ class Shards:
             salt=salt,
             weights=Weights(start=start, **describe_contents(contents)),
             training=describe_training(self.plan.train, handed),
-            sharding=self._describe_sharding(state, constituents, parent),
+            sharding=self._describe_sharding(slices, constituents, parent),
             environment=describe_environment(model).model_copy(update={"threads": 1}),
             created=created,
             parent=None if parent is None else parent.sha256,
@@ -396,11 +370,11 @@ class Shards:
         return Release(*made, relist=list_ensemble, saving=state.saving(marks))
 
     def _describe_sharding(
-        self, state: State, constituents: Mapping[int, Tensors], parent: Certificate | None
+        self, slices: Slices, constituents: Mapping[int, Tensors], parent: Certificate | None
     ) -> Sharding:
         """What a certificate says; the lineages of releases tell what was trained since."""
-        slices, shards = self._read_slices(), range(self.assignment.shards)
-        now, hashes = slices.list_lineages(state, state.settings), _hash_each(constituents, shards)
+        state, hashes = slices.state, _hash_each(constituents, range(self.assignment.shards))
+        now = slices.list_lineages(state.settings)
         digest = hashlib.sha256("".join(own[-1] for own in now).encode()).hexdigest()
         last = None if parent is None else parent.sharding
         names = [f"releases/{d[:32]}" for d in (digest, "" if last is None else last.digest)]
@@ -408,16 +382,18 @@ class Shards:
         old = {name: None for name in state.names("releases/") if name not in names}
         if old or names[0] not in state:
             state.commit({**old, names[0]: json.dumps(now).encode()})
-        first = [_find_first(*pair) for pair in zip(then, now, strict=True)]
-        samples = tuple(map(sum, slices.count()))
-        pairs = list(zip(hashes, samples, strict=True))
-        before = [] if last is None else list(zip(last.hashes, last.samples, strict=True))
+        samples, trained_from = tuple(map(sum, slices.count())), list[int]()
+        for k, was in enumerate(
+            () if last is None else zip(last.hashes, last.samples, strict=True)
+        ):
+            same = was == (hashes[k], samples[k])
+            trained_from.append(0 if same else _find_first(then[k], now[k]))
         return Sharding(
             seed=self.assignment.seed,
             combination=self.combination,
             samples=samples,
             hashes=hashes,
-            trained_from=tuple(0 if pairs[k] == was else first[k] for k, was in enumerate(before)),
+            trained_from=tuple(trained_from),
             digest=digest,
         )
 
@@ -426,6 +402,13 @@ def _find_first(before: list[str], now: list[str]) -> int:
     """The first slice, from 1, whose lineage is not the one before."""
     pairs = enumerate(zip(before, now, strict=True), 1)
     return next((j for j, (one, two) in pairs if one != two), 1)
+
+
+def _read_constituents(slices: Slices) -> dict[int, Tensors]:
+    state, names = slices.state, slices.list_checkpoints(slices.state.settings)
+    if any(own[-1] not in state for own in names.values()):
+        raise UnlearningError("a call of learn or forget was cut short; repeat it first")
+    return {k: decode(state.read(own[-1]))[0] for k, own in names.items()}
 
 
 def _hash_each(constituents: Mapping[int, Tensors], shards: Iterable[int]) -> tuple[str, ...]:

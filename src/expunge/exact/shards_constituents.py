@@ -35,7 +35,7 @@ from expunge.exact.shards_slices import FEWEST
 from expunge.networks.building import call_build
 from expunge.networks.randomness import derive_seed
 from expunge.networks.tensors import find_nonfinite, list_published, list_tensors, list_trainable
-from expunge.progress import Bar
+from expunge.progress import open_bar
 from expunge.training.calling import Train, run_training
 
 Build = Callable[[], nn.Module]
@@ -141,7 +141,7 @@ def train_shards(
     ready = [(work, work.first, work.before) for work in reversed(works)]
     waiting, done = dict[Future[Any], tuple[Work, int]](), 0
     total = sum(len(work.stages) for work in works)
-    with Bar(total, "slices", wanted=progress) as bar, _open_pool(plan, workers, ray) as submit:
+    with open_bar(total, "slices", progress) as update, _open_pool(plan, workers, ray) as submit:
         while ready or waiting:
             while ready and (ray or len(waiting) < workers):
                 work, stage, before = ready.pop()
@@ -154,7 +154,7 @@ def train_shards(
                 if stage < work.first + len(work.stages) - 1:
                     ready.append((work, stage + 1, task.result()))
                 done += 1
-                bar.update(done, f"{done} of {total} slices")
+                update(done)
 
 
 @contextmanager

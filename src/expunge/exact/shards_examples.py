@@ -25,7 +25,7 @@ import numpy as np
 
 from expunge.certificates.hashes import read_bytes
 from expunge.data.data import Data
-from expunge.data.examples import map_columns, select
+from expunge.data.examples import read_one, select
 from expunge.display import is_visible
 from expunge.errors import InputError
 from expunge.states import State
@@ -128,13 +128,9 @@ def select_examples(data: Data, found: Iterable[Found]) -> Data:
 
 
 def read_example(data: Data, at: int) -> Any:
-    """One example: of columns, the rows that belong together."""
-    if data.kind == "frame":
-        return data.examples.iloc[at].to_dict()
-    if data.kind == "columns":
-        columns = getattr(data.examples, "tensors", data.examples)
-        return map_columns(columns, lambda c: c.iloc[at] if hasattr(c, "iloc") else c[at])
-    return data.examples[at]
+    """One example; the row of a frame as a dictionary."""
+    found = read_one(data.examples, data.kind, at)
+    return found.to_dict() if data.kind == "frame" else found
 
 
 def check_repeatable(data: Data) -> None:
@@ -192,6 +188,8 @@ def encode(value: Any, what: str) -> bytes:
 
     >>> decode(encode({"a": [1, 2.5, None], "b": ("text", b"bytes", True)}, "state"))
     {'a': [1, 2.5, None], 'b': ('text', b'bytes', True)}
+    >>> decode(encode(np.array([1.0, 2.0], ">f4"), "big-endian"))
+    array([1., 2.], dtype=float32)
     """
     arrays = list[bytes | memoryview]()  # their numbers follow the structure, which is JSON
     text = json.dumps(_to_json(value, what, arrays)).encode()
@@ -203,7 +201,7 @@ def _to_json(value: Any, what: str, arrays: list[bytes | memoryview]) -> Any:
     match value:
         case np.ndarray() | np.generic() if value.dtype.kind != "O":
             arrays.append(read_bytes(value))
-            return ["array", value.dtype.str, *value.shape]
+            return ["array", value.dtype.newbyteorder("<").str, *value.shape]
         case _ if torch is not None and isinstance(value, torch.Tensor):
             arrays.append(read_bytes(value))
             return ["tensor", str(value.dtype).removeprefix("torch."), *value.shape]

@@ -70,23 +70,20 @@ class Slice:
 class Slices:
     """All slices of a state."""
 
+    state: State
     assignment: Assignment
     parts: Mapping[Place, Slice]
 
     @classmethod
-    def read(
-        cls, state: State, assignment: Assignment, known: dict[str, tuple[str, Slice]]
-    ) -> Slices:
-        """Those of a state; what was read before is in ``known``, by the version of its file."""
-        parts = dict.fromkeys(assignment.list_places(), Slice())
-        for place in parts:
-            name = f"slices/{spell(place)}"
-            if name in state:
-                version = state.manifest.files[name].sha256
-                if known.get(name, ("",))[0] != version:
-                    known[name] = version, Slice(bytes(state.read(name)))
-                parts[place] = known[name][1]
-        return cls(assignment, parts)
+    def read(cls, state: State) -> Slices:
+        """Those of a state, which says itself how it is cut."""
+        settings: dict[str, Any] = {n: state.settings.get(n) for n in ("shards", "slices", "seed")}
+        if list(map(type, settings.values())) != [int, int, str]:
+            raise damaged(state.path or Path(), "manifest.json", "has settings of no shards")
+        assignment = Assignment(**settings)
+        names = {place: f"slices/{spell(place)}" for place in assignment.list_places()}
+        parts = {p: Slice(bytes(state.read(n)) if n in state else b"") for p, n in names.items()}
+        return cls(state, assignment, parts)
 
     def count(self) -> tuple[tuple[int, ...], ...]:
         """How many examples each slice of each shard has."""
@@ -102,6 +99,11 @@ class Slices:
     def list_owners(self) -> set[bytes]:
         """Keyed hashes of everybody who has an example."""
         return {owner for part in self.parts.values() for row in part.rows for owner in row.owners}
+
+    def check_returned(self, leaving: Iterable[bytes] = ()) -> None:
+        """Refuse while people of a newer list of the forgotten are here, but for those leaving."""
+        mark, owners = self.state.mark, self.list_owners
+        self.state.check_returned(lambda marks: marks.intersection(map(mark, owners())), leaving)
 
     def measure(self, owners: set[bytes]) -> float:
         """What forgetting these people costs, as a part of training all: stage j of a shard costs
@@ -124,17 +126,17 @@ class Slices:
                 parts[place] = Slice.of(parts[place].rows | new)
         return replace(self, parts=parts)
 
-    def remove(self, state: State, names: Iterable[str]) -> tuple[Slices, dict[bytes, int]]:
+    def remove(self, names: Iterable[str]) -> tuple[Slices, dict[bytes, int]]:
         """Without these people, and {mark: examples} of each who was there: an example of several
         of them is counted once."""
-        wanted, gone = {state.name(name) for name in names}, dict[bytes, int]()
+        wanted, gone = set(map(self.state.name, names)), dict[bytes, int]()
         parts = dict(self.parts)
         for place, part in self.parts.items():
             leaving = {row for row in part.rows if not wanted.isdisjoint(row.owners)}
             if leaving:
                 parts[place] = Slice.of(part.rows - leaving)
             for row in sorted(leaving):
-                first, *others = (state.mark(o) for o in row.owners if o in wanted)
+                first, *others = (self.state.mark(o) for o in row.owners if o in wanted)
                 gone[first] = gone.get(first, 0) + (row.role == TRAINING)
                 for mark in others:
                     gone.setdefault(mark, 0)
@@ -144,31 +146,32 @@ class Slices:
         """The slices that are not as they were."""
         return {place: p for place, p in self.parts.items() if p.data != before.parts[place].data}
 
-    def list_lineages(self, state: State, settings: Mapping[str, Any]) -> list[list[str]]:
+    def list_lineages(self, settings: Mapping[str, Any]) -> list[list[str]]:
         """L_1 … L_R of every shard: what its checkpoints are made from."""
         found = list[list[str]]()
         for shard in range(self.assignment.shards):
             text = json.dumps({**settings, "shard": shard}, sort_keys=True)
             at, own = hashlib.sha256(b"expunge/constituent-1\0" + text.encode()).digest(), []
             for place in self.assignment.list_places(shard):
-                at = hashlib.sha256(at + state.hash(self.parts[place].data, b"slice")).digest()
+                content = self.state.hash(self.parts[place].data, b"slice")
+                at = hashlib.sha256(at + content).digest()
                 own.append(at.hex())
             found.append(own)
         return found
 
-    def list_checkpoints(self, state: State, settings: Mapping[str, Any]) -> dict[int, list[str]]:
+    def list_checkpoints(self, settings: Mapping[str, Any]) -> dict[int, list[str]]:
         """The checkpoints that every shard with examples enough must have, by name."""
-        counts, lineages = self.count(), self.list_lineages(state, settings)
+        counts, lineages = self.count(), self.list_lineages(settings)
         return {
             k: [f"checkpoints/{spell((k, j))}-{lineage[:32]}" for j, lineage in enumerate(own)]
             for k, own in enumerate(lineages)
             if sum(counts[k]) >= FEWEST
         }
 
-    def list_stale(self, state: State, settings: Mapping[str, Any]) -> dict[str, None]:
-        """The checkpoints that were made from something else."""
-        valid = set(itertools.chain(*self.list_checkpoints(state, settings).values()))
-        return {name: None for name in state.names("checkpoints/") if name not in valid}
+    def list_stale(self, settings: Mapping[str, Any]) -> dict[str, None]:
+        """The checkpoints that were made from something else, as a change that removes them."""
+        valid = set(itertools.chain(*self.list_checkpoints(settings).values()))
+        return {name: None for name in self.state.names("checkpoints/") if name not in valid}
 
 
 def spell(place: Place) -> str:
@@ -180,8 +183,7 @@ def spell(place: Place) -> str:
 class Given:
     """Examples are looked up in the caller's ``data``; of shards that nobody asks for, none is."""
 
-    state: State
-    assignment: Assignment
+    slices: Slices
     data: Data | None
     index: Index | None = None
 
@@ -189,8 +191,9 @@ class Given:
         """The contents of a state for slices that changed."""
         return {f"slices/{spell(place)}": part.data or None for place, part in changed.items()}
 
-    def check(self, slices: Slices, shards: Sequence[int]) -> None:
+    def check(self, shards: Sequence[int]) -> None:
         """Refuse if an example of these shards is not at hand."""
+        slices, assignment = self.slices, self.slices.assignment
         if not shards:
             return
         if self.data is None:
@@ -199,8 +202,8 @@ class Given:
                 "state keeps none (keep_examples=True does)"
             )
         if self.index is None:
-            self.index = index_examples(self.data, self.assignment, self.state, set(shards))
-        places = [place for shard in shards for place in self.assignment.list_places(shard)]
+            self.index = index_examples(self.data, assignment, slices.state, set(shards))
+        places = [place for shard in shards for place in assignment.list_places(shard)]
         found = {place: self.index.get(place, {}) for place in places}
         missing = sum(r.key not in found[p] for p in places for r in slices.parts[p].rows)
         if missing:
@@ -209,11 +212,11 @@ class Given:
                 "again, or have them with other content; give all of them as they were"
             )
 
-    def read(self, slices: Slices, places: Sequence[Place]) -> Data:
+    def read(self, places: Sequence[Place]) -> Data:
         """The examples of these slices, in their one order."""
         assert self.data is not None
         assert self.index is not None
-        found = [self.index[p][row.key] for p in places for row in slices.parts[p].rows]
+        found = [self.index[p][row.key] for p in places for row in self.slices.parts[p].rows]
         return select_examples(self.data, found)
 
 
@@ -238,18 +241,20 @@ class Kept(Given):
             files[f"examples/{spell(place)}"] = encode(kept, "an example") if kept else None
         return files
 
-    def check(self, slices: Slices, shards: Sequence[int]) -> None:
-        if shards and self.data is None and self.state.settings["code"]["collate"] is not None:
+    def check(self, shards: Sequence[int]) -> None:
+        collate = self.slices.state.settings["collate"]
+        if shards and self.data is None and collate is not None:
             raise InputError("data is missing: this state was learned with a collate function")
 
     def _find(self, place: Place) -> dict[bytes, list[Any]]:
         name, given = f"examples/{spell(place)}", (self.index or {}).get(place, {})
-        old = decode(self.state.read(name)) if name in self.state else []
+        state = self.slices.state
+        old = decode(state.read(name)) if name in state else []
         kept = {one[0]: one for one in old}
         return kept | {key: self._copy(one) for key, one in given.items() if key not in kept}
 
-    def read(self, slices: Slices, places: Sequence[Place]) -> Data:
-        each = ((self._find(place), slices.parts[place].rows) for place in places)
+    def read(self, places: Sequence[Place]) -> Data:
+        each = ((self._find(place), self.slices.parts[place].rows) for place in places)
         found = sorted((f[row.key] for f, rows in each for row in rows), key=lambda one: one[1])
         training, validation = (
             _restore([one for one in found if one[2] == role]) for role in (TRAINING, VALIDATION)
@@ -262,13 +267,3 @@ class Kept(Given):
 def _restore(found: list[list[Any]]) -> Any:
     items = [one[4] for one in found]
     return join_columns(items) if items and found[0][3] == "columns" else items
-
-
-def list_people(state: State) -> set[bytes]:
-    """Keyed hashes of everybody who has an example in a state, which says itself how it is cut."""
-    names = ("shards", "slices", "seed")
-    settings: dict[str, Any] = {name: state.settings.get(name) for name in names}
-    if list(map(type, settings.values())) != [int, int, str]:
-        raise damaged(state.path or Path(), "manifest.json", "has settings of no shards")
-    assignment = Assignment(**settings)
-    return Slices.read(state, assignment, {}).list_owners()

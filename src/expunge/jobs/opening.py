@@ -136,10 +136,10 @@ class OpenShards:
 
     def holds(self, people: Iterable[Any]) -> list[str]:
         """Those of them who have examples; neither the job nor the network is asked."""
-        from expunge.exact.shards_slices import list_people
+        from expunge.exact.shards_slices import Slices
 
         state = State.open(self.path, self.kind)
-        owners = list_people(state)
+        owners = Slices.read(state).list_owners()
         return [name for name in dict.fromkeys(read_people(people)) if state.name(name) in owners]
 
     def forgot(self, people: Iterable[Any]) -> list[str]:

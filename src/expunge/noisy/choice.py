@@ -12,11 +12,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from expunge.accounting.guarantee import MAX_EPSILON, guarantee
+from expunge.accounting.guarantee import guarantee
 from expunge.accounting.planning import plan
 from expunge.accounting.precision import choose_precision
 from expunge.errors import CalibrationError, InputError
-from expunge.recipes import ComparedTo, Execution, NoisyRecipe
+from expunge.recipes import MAX_EPSILON, ComparedTo, Execution, NoisyRecipe
 
 FRACTION = 0.1  # of the smallest layer of the start: noise that no layer notices
 

@@ -18,7 +18,7 @@ from expunge.certificates.people import commit
 from expunge.certificates.record import Code, Tensors, TrainingRun, list_versions
 from expunge.certificates.release import Parent, Release, read_parent
 from expunge.certificates.sources import hash_source, read_source
-from expunge.data.data import Data
+from expunge.data.data import Data, check_data
 from expunge.data.examples import list_columns
 from expunge.data.people import Names, check_request, read_people
 from expunge.errors import InputError, UnlearningError
@@ -66,9 +66,7 @@ def read_request(data: Data, forget: Iterable[Any], parent: Before | None = None
     >>> request.names, request.examples, request.retained.people
     (('ann',), 1, ('bob',))
     """
-    if not isinstance(data, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
-        kind = type(data).__name__
-        raise InputError(f"data is a {kind}; it must be an expunge.Data(examples, ids=...)")
+    check_data(data)
     created = datetime.now(UTC).isoformat(timespec="seconds")
     before = read_parent(parent, created)
     if before is not None and before.record is None:
@@ -78,13 +76,8 @@ def read_request(data: Data, forget: Iterable[Any], parent: Before | None = None
             stacklevel=3,
         )
     people, wanted = data.everybody(), read_people(forget, "forget")
-    gone = [] if before is None else before.find_returned(wanted)
+    gone = [] if before is None else before.find_returned(people.union(wanted))
     names = check_request(wanted, people, gone=gone, exact_names=data.exact_names)
-    for name in [] if before is None else before.find_returned(sorted(people.difference(names))):
-        raise InputError(
-            f"the data have {name!r}, whom the parent release forgot; remove their examples, or "
-            "name them in forget again"
-        )
     retained = data.drop(names)
     if len(retained) == 0:
         raise InputError("forget names everybody who has an example; nothing is left to train on")

@@ -16,7 +16,7 @@ or of another law from some place on. Exact tails, times the number of them, giv
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,12 +27,10 @@ from torch import Tensor, nn
 
 from expunge.accounting.precision import choose_precision, list_levels
 from expunge.audit.attacks import Array, find_reach
-from expunge.audit.bounds import CellCheck
 from expunge.audit.trials import choose_noise, make_data
 from expunge.errors import UnlearningError
 from expunge.noisy.noise import Noise
 from expunge.noisy.unlearn import unlearn
-from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, NoisyRecipe, OutputPerturbation, schedule
 
 SHAPES = (256, 250), (6000,)
@@ -41,6 +39,17 @@ SPANS = 16
 BITS = 18  # fair to exp(-2 π² 2²) where s ≥ 2²⁰
 RUNS = 128  # of both worlds; that a bit never changes in 64 has a probability of 2⁻⁶³
 RADIUS = 4.0  # at most so many σ: the last step alone must certify something, too
+
+
+@dataclass(frozen=True)
+class CellCheck:
+    """``p_value``: how often honest noise is as odd as the oddest of ``tests`` counts and sums."""
+
+    parameters: int
+    runs: int
+    tests: int
+    p_value: float
+    oddest: str
 
 
 class Wide(nn.Module):
@@ -57,21 +66,16 @@ class Wide(nn.Module):
 
 
 def examine_cells(
-    recipe: NoisyRecipe, *, seed: int | None = None, runs: int = RUNS, progress: bool = False
+    recipe: NoisyRecipe, *, seed: int | None = None, runs: int = RUNS
 ) -> CellCheck | None:
-    """The recipe's last step on a long vector; None where it adds no noise.
-
-    >>> found = examine_cells(OutputPerturbation(start_clip=1.0, noise_std=1.0), seed=0, runs=8)
-    >>> found.parameters, found.runs, found.p_value > 1e-3
-    (70000, 8, True)
-    """
+    """The recipe's last step on a long vector; None where it adds no noise."""
     if list_levels(recipe)[-1] == 0:
         return None
     recipe, norm, sigma = take_last_step(recipe)
     grid = choose_precision(recipe, SIZE).grid
     signs = np.where(np.random.default_rng(0).random(SIZE) < 0.5, -1.0, 1.0) / math.sqrt(SIZE)
     sums = np.zeros((2, SIZE, BITS + 2))
-    for place in show_progress(range(runs), runs, "bits of cells", progress):
+    for place in range(runs):
         side = signs if place % 2 else -signs
         noise = choose_noise(seed, (1 << 22) + place)
         try:
@@ -96,11 +100,6 @@ def take_last_step(recipe: NoisyRecipe) -> tuple[NoisyRecipe, float, float]:
     """The last step alone, the norm it leaves of a start on its sphere, and its noise.
 
     Radii are at most ``RADIUS`` times the noise, and there are no gradients to clip.
-
-    >>> last, norm, noise = take_last_step(GradientClipping(start_clip=9.0, grad_clip=1.0,
-    ...     learning_rate=0.1, weight_decay=5.0, steps=2, noise_std=[2.0, 0.5]))
-    >>> last.steps, last.start_clip, last.grad_clip, norm, noise
-    (1, 2.0, 0.0, 1.0, 0.5)
     """
     if isinstance(recipe, OutputPerturbation):
         return recipe, recipe.start_clip, recipe.noise_std
