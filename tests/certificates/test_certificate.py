@@ -276,8 +276,6 @@ def test_a_tail_above_delta_and_a_wrong_delta_are_refused() -> None:
     for delta in (0.0, 1.0, -1.0, math.nan):
         with pytest.raises(InputError, match="delta"):
             certify(make("gradient-clipping"), delta=delta)
-    with pytest.raises(InputError, match="parent is 'run'"):
-        certify(make("retraining"), parent="run")
 
 
 def test_noise_on_an_unclipped_start_still_certifies(tmp_path) -> None:

@@ -4,10 +4,12 @@ A new field fails here until its reason is listed (THEORY, section 7, the closed
 """
 
 import types
+from dataclasses import fields
 from typing import Union, get_args, get_origin
 
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.fields import Model
+from expunge.recipes import Bound
 
 RECIPE = "a function of the recipe, which is chosen without the forget data"
 PUBLIC = "public by itself: software, machine, architecture or a public tensor"
@@ -35,9 +37,9 @@ REASONS = {
     "weights.published.names": PUBLIC, "weights.published.hash": PUBLIC,
     "weights.published.compared": OPERATOR, "weights.adapter.hash": NOISY,
     "weights.adapter.base": PUBLIC, "weights.files": "configuration, as public as the code",
-    "forget.algorithm": PUBLIC, "forget.root": SALTED, "forget.count": REQUEST,
+    "forget.root": SALTED, "forget.count": REQUEST,
     "forget.samples": REQUEST, "forget.salt": NULL, "forget.leaves": NULL,
-    "retained.algorithm": PUBLIC, "retained.root": SALTED, "retained.count": NOISY,
+    "retained.root": SALTED, "retained.count": NOISY,
     "retained.samples": NOISY, "retained.salt": NULL, "retained.leaves": NULL,
     "training.function": "of the library; the operator's own is not named",
     "training.options": OPERATOR, "training.examples": NOISY, "training.validation": NOISY,
@@ -63,7 +65,10 @@ def list_fields(kind: type[Model], at: str = "") -> set[str]:
         while any(get_origin(part) in (Union, types.UnionType, tuple) for part in parts):
             parts = [inner for part in parts for inner in get_args(part) or (part,)]
         models = [part for part in parts if isinstance(part, type) and issubclass(part, Model)]
-        found |= list_fields(models[0], f"{at}{name}.") if models else {at + name}
+        if info.annotation is Bound:
+            found |= {f"{at}{name}.{field.name}" for field in fields(Bound)}
+        else:
+            found |= list_fields(models[0], f"{at}{name}.") if models else {at + name}
     return found
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, cast
 
@@ -100,6 +101,16 @@ def _check_file(name: str) -> str:
     return name
 
 
+def _check_time(text: str) -> str:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        time = datetime.min
+    if time.tzinfo is not UTC or time.isoformat(timespec="seconds") != text:
+        raise ValueError(f"{text!r} must be a time in UTC, as 2026-01-01T00:00:00+00:00")
+    return text
+
+
 def _read_seed(seed: object) -> object:
     return str(seed) if type(seed) is int and abs(seed) > LARGEST else seed
 
@@ -129,6 +140,7 @@ def read_plain(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
+Time = Annotated[str, AfterValidator(_check_time)]  # one spelling: in order as text is
 FileName = Annotated[str, AfterValidator(_check_file)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Real = Annotated[float, Field(ge=0)]

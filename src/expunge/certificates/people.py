@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import model_validator
 
 from expunge.certificates.fields import Count, Digest, Model
 from expunge.data.people import read_people
 from expunge.errors import InputError
-
-ALGORITHM = "sha256-salted-set-1"
 
 
 class Commitment(Model):
@@ -31,7 +29,6 @@ class Commitment(Model):
     samples: Count
     salt: Digest | None = None
     leaves: tuple[Digest, ...] | None = None
-    algorithm: Literal["sha256-salted-set-1"] = ALGORITHM
 
     @model_validator(mode="after")
     def _check_leaves(self) -> Commitment:

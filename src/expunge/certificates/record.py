@@ -30,6 +30,7 @@ from expunge.certificates.fields import (
     RecipeField,
     Seed,
     Text,
+    Time,
 )
 from expunge.certificates.people import Commitment
 from expunge.recipes import IDEAL, Execution
@@ -215,7 +216,7 @@ class Run(Document):
     applied: tuple[Applied, ...] = ()
     resumed: Count = 0
     environment: Environment
-    created: Text
+    created: Time
     parent: Digest | None = None
 
 
@@ -240,7 +241,7 @@ class Record(Run):
     most_bytes: ClassVar[int] = 1_000_000_000
     private: ClassVar[bool] = True
     environment: Environment = Field(default_factory=Environment)
-    created: Text = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    created: Time = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     grid: Real = 0.0
     execution: Execution = IDEAL
     trace: Trace | None = None
