@@ -126,7 +126,7 @@ EDITS = [
     (EXACT, put("weights", "files", "config.json", to="0" * 64), "config.json has hash"),
     (EXACT, put("weights", "files", "../../secret", to="0" * 64), "not the name of a file"),
     (EXACT, put("weights", "files", "/etc/passwd", to="0" * 64), "not the name of a file"),
-    (EXACT, put("weights", "start", to=None), "weights.start is missing"),
+    (EXACT, put("weights", "start", to=None), "weights.start, the hash of what"),
     (EXACT, put("applied", to=[{"note": "x", "before": "1" * 64, "after": "2" * 64}]),
      "applied does not lead"),
     (SHARDS, put("sharding", "hashes", 0, to="7" * 64), "constituents.0 in"),
@@ -156,6 +156,21 @@ EDITS = [
     (EXACT, lambda plain: plain["forget"].update(root=plain["retained"]["root"]), "one set of"),
     (SHARDS, put("sharding", "combination", to="the best"), "combination"),
     *((EXACT, put("environment", "device", to=f"cpu{c}"), "cannot be seen") for c in INVISIBLE),
+    (EXACT, put("centre", "epsilon", to=-1), "greater than or equal to 0"),
+    (EXACT, put("centre", "epsilon", to=1e-10), "centre.epsilon is 1e-10, which is not what"),
+    (EXACT, put("centre", "mu", to=5e-324), "centre.mu is 5e-324"),
+    (EXACT, put("survival_bound", to=5e-324), "survival_bound is 5e-324"),
+    (EXACT, put("noise", "generator", to="dice"), "an exact run has none"),
+    (EXACT, put("buffers", to=["norm.count"]), "no old model was used"),
+    (NOISY, put("buffers", to=["no"]), "buffers names 'no', which is not in"),
+    (EXACT, put("weights", "files", "pytorch_model.bin", to="0" * 64), "is no configuration"),
+    (EXACT, put("weights", "files", "model.safetensors.index.json", to="0" * 64), "is no config"),
+    (EXACT, put("weights", "files", "adapter/adapter_model.safetensors", to="0" * 64), "is no con"),
+    (EXACT, put("training", "function", to="nobody's data: checked"), "or withheld"),
+    (EXACT, put("training", "options", to={"epochs": 3}), "or withheld"),
+    (LINEAR, put("weights", "start", to="0" * 64), "must be given but for linear models"),
+    (LINEAR, put("forget", "count", to=0), "forget names nobody"),
+    (SHARDS, put("sharding", "samples", to=[60, 20, 20]), "or lacks one"),
 ]  # fmt: skip
 
 
@@ -325,6 +340,56 @@ def test_what_a_program_would_load_instead(name, run) -> None:
     (run / NOISY / name).write_bytes(b"{}")
     with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
         verify(run / NOISY)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin\n", "model.safetensors ", "model.pkl.gz", "constituents/0/model.bin"],
+)
+def test_names_that_look_like_others(name, run) -> None:
+    """A space at the end is not seen in a list of names."""
+    for kind in (EXACT, SHARDS):
+        (run / kind / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / kind / name).write_bytes(b"x")
+        with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
+            verify(run / kind)
+
+
+def test_a_model_among_many_other_files_is_named(run) -> None:
+    for n in range(30):
+        (run / EXACT / f"a{n}.txt").write_text("x")
+    (run / EXACT / "z").mkdir()
+    (run / EXACT / "z" / "model.bin").write_bytes(b"x")
+    said = " ".join(verify(run / EXACT).unchecked)
+    assert "other files in this folder: z/ (in it model.bin), a0.txt" in said
+    assert "and 11 more" in said
+
+
+# --- signatures
+
+
+def test_keys_and_signatures_that_fit_many_messages(run) -> None:
+    """A key of small order under which a signature fits anything; s + the order of the group."""
+    path = run / EXACT / "certificate.json"
+    load(run / EXACT).sign(generate_key_pair()[0]).save(path)
+    value = bytes.fromhex(load(run / EXACT).signature.value)
+    order = 2**252 + 27742317777372353535851937790883648493
+    larger = int.from_bytes(value[32:], "little") + order
+    for changed in (
+        {"value": (value[:32] + larger.to_bytes(32, "little")).hex()},
+        *(
+            {"public_key": key, "value": f"{key}{'00' * 32}"}
+            for key in ("01" + "00" * 31, "00" * 32, "ec" + "ff" * 30 + "7f")
+        ),
+    ):
+        edit_json(path, lambda plain, changed=changed: plain["signature"].update(changed))
+        with pytest.raises(VerificationError, match="the signature does not match"):
+            verify(run / EXACT)
+
+
+def test_a_parent_that_a_stranger_signed_is_said(run) -> None:
+    load(run / "first").sign(generate_key_pair()[0]).save(run / "first" / "certificate.json")
+    assert "whose key signed its parent" in verify(run / "second", parent=run / "first").unchecked
 
 
 # --- any byte of a certificate

@@ -4,12 +4,10 @@ A new field fails here until its reason is listed (THEORY, section 7, the closed
 """
 
 import types
-from dataclasses import fields
 from typing import Union, get_args, get_origin
 
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.fields import Model
-from expunge.recipes import Bound
 
 RECIPE = "a function of the recipe, which is chosen without the forget data"
 PUBLIC = "public by itself: software, machine, architecture or a public tensor"
@@ -65,10 +63,7 @@ def list_fields(kind: type[Model], at: str = "") -> set[str]:
         while any(get_origin(part) in (Union, types.UnionType, tuple) for part in parts):
             parts = [inner for part in parts for inner in get_args(part) or (part,)]
         models = [part for part in parts if isinstance(part, type) and issubclass(part, Model)]
-        if info.annotation is Bound:
-            found |= {f"{at}{name}.{field.name}" for field in fields(Bound)}
-        else:
-            found |= list_fields(models[0], f"{at}{name}.") if models else {at + name}
+        found |= list_fields(models[0], f"{at}{name}.") if models else {at + name}
     return found
 
 

@@ -19,15 +19,23 @@ from expunge.accounting.guarantee import MAX_EPSILON, guarantee, theorem
 from expunge.certificates.consistency import check_run, find_contradictions
 from expunge.certificates.fields import Digest, Model, Names, Positive, Real, Text, serialise
 from expunge.certificates.hashes import combine_leaves
-from expunge.certificates.record import Record, Run
+from expunge.certificates.record import OWN, Record, Run
 from expunge.certificates.signing import Signature, sign_bytes
 from expunge.certificates.wording import BLOCKS, derive_scope, find_warnings, write_statement
 from expunge.display import Shown, shorten
 from expunge.errors import UnlearningError
-from expunge.recipes import IDEAL, Bound, ComparedTo, Execution, is_exact, method_name
+from expunge.recipes import IDEAL, ComparedTo, Execution, is_exact, method_name
 
 # A clock may be wrong, and a chain must go forward: a later request is not this much later.
 LONGEST_GAP = timedelta(days=5 * 365)
+
+
+class Bound(Model):
+    """One (ε, δ) statement; ``mu`` is null where no μ is proved."""
+
+    epsilon: Real
+    delta: Annotated[float, Field(ge=0, lt=1)]
+    mu: Real | None
 
 
 class Precision(Model):
@@ -224,6 +232,9 @@ def check_derived(c: Certificate) -> list[str]:
         found.append("weights.old must be given exactly for a noisy run with a parent")
     if c.sharding is not None and (c.parent is None) != (not c.sharding.trained_from):
         found.append("sharding.trained_from must be given exactly when there is a parent")
+    own = c.training is None or c.training.function == OWN
+    if c.training is not None and (c.training.options if own else not c.training.built_in):
+        found.append("training.function and options must be those of the library, or withheld")
     if c.precision.epsilon_cost != max(c.epsilon - c.precision.ideal_epsilon, 0.0):
         found.append("precision.epsilon_cost is not epsilon - ideal_epsilon")
     return [*found, *check_run(c, c.precision.grid, c.execution)]
@@ -255,7 +266,7 @@ def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
     ours, theirs = child.sharding, parent.sharding
     if ours is None:
         return []
-    if theirs is None or ours.seed != theirs.seed or len(ours.hashes) != len(theirs.hashes):
+    if theirs is None or ours.seed != theirs.seed or child.recipe != parent.recipe:
         return ["sharding: the parent is not of the same ensemble"]
     found, pairs = (
         list[str](),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from expunge.certificates.hashes import combine_leaves
-from expunge.certificates.record import Record, Run, Trace
+from expunge.certificates.record import Noise, Record, Run, Trace
 from expunge.recipes import (
     IDEAL,
     Execution,
@@ -74,9 +74,10 @@ def check_run(run: Run, grid: float, ran: Execution) -> Iterator[str]:
         yield f"start is {run.start!r}; it must be {' or '.join(starts)} for this method"
     if (run.origin is None) == noisy:
         yield f"origin is {run.origin!r}; a noisy run, and no other, has a centre"
-    if run.missing and not noisy:
-        yield "missing names tensors that the old model lacks, but no old model was used"
-    if run.forget.count < 1 and not isinstance(recipe, LinearModel | Sharding):
+    if (run.missing or run.buffers) and not noisy:
+        yield "missing or buffers is given, but no old model was used"
+    needed = not isinstance(recipe, LinearModel | Sharding) or run.forget.samples > 0
+    if run.forget.count < 1 and needed:
         yield "forget names nobody; a certificate is about a request"
     if run.forget.root == run.retained.root:
         yield "forget and retained are one set of people"
@@ -101,8 +102,12 @@ def check_run(run: Run, grid: float, ran: Execution) -> Iterator[str]:
             yield f"{name} has a name twice"
     if (w.noisy is None) == noisy:
         yield "weights.noisy must be given exactly for noisy runs"
-    if w.start is None and not linear:
-        yield "weights.start is missing: the hash of what build() gave"
+    if (w.start is None) != linear:
+        yield "weights.start, the hash of what build() gave, must be given but for linear models"
+    for name in w.files:
+        config = name.endswith(".json") and not name.endswith(".index.json")
+        if not config and not name.startswith("constituents/"):
+            yield f"weights.files names {name!r}, which is no configuration"
     if w.old is not None and w.old == w.start:
         yield "build() gave the old model itself; it must be public"
     if w.noisy is not None and w.noisy in (w.old, w.start):
@@ -114,7 +119,7 @@ def check_run(run: Run, grid: float, ran: Execution) -> Iterator[str]:
     if any(one.after != link for one, link in zip(run.applied, links, strict=False)):
         yield "applied does not lead from each change to the next and to weights.after"
 
-    if not noisy and ((noise.source, noise.keys, grid) != ("none", 0, 0) or ran != IDEAL):
+    if not noisy and (noise != Noise() or grid != 0 or ran != IDEAL):
         yield "noise or its precision is given, but an exact run has none"
     if noisy and noise.source == "none":
         yield "noise.source is 'none', but the recipe draws noise"

@@ -97,6 +97,11 @@ class TrainingRun(Model):
     examples: Count
     validation: Count | None = None
 
+    @property
+    def built_in(self) -> bool:
+        """Whether it is the library's own: then its name quotes nobody."""
+        return self.function.startswith("expunge.")
+
 
 class Noise(Model):
     """``keys`` counts the keys of the generator: one, and one more for every resume."""
@@ -261,8 +266,8 @@ class Record(Run):
             plain[name] |= {"salt": None, "leaves": None}
         if self.start != "model" or self.parent is None:
             plain["weights"]["old"] = None
-        if self.training is not None and not self.training.function.startswith("expunge."):
-            plain["training"]["function"] = OWN
+        if self.training is not None and not self.training.built_in:
+            plain["training"] |= {"function": OWN, "options": {}}
         if self.sharding is not None and self.parent is None:
             plain["sharding"]["trained_from"] = []
         return plain

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from expunge.certificates.certificate import (
+    Bound,
     Certificate,
     check_derived,
     check_digest,
@@ -35,7 +36,7 @@ from expunge.certificates.wording import BLOCKS
 from expunge.display import Shown, clean, shorten, tabulate
 from expunge.errors import InputError, UnlearningError, VerificationError
 from expunge.files import read_limited
-from expunge.recipes import Bound, ComparedTo, Execution, is_exact
+from expunge.recipes import ComparedTo, Execution, is_exact
 
 ADAPTER = "adapter_model.safetensors"
 # A claim may be below 50 digits by the error of a float search, and above by this much.
@@ -47,11 +48,11 @@ _LOADED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".h5"),
     *(".keras", ".msgpack", ".onnx", ".gguf", ".npz", ".npy", ".index.json", ".py", ".pyc", ".so"),
     *(".ot", ".pb", ".tflite", ".pt2", ".dill", ".hdf5", ".zip", ".tar", ".pyd", ".dll", ".dylib"),
-    *(".pte", ".ptl", ".nemo", ".mar"),
+    *(".pte", ".ptl", ".nemo", ".mar", ".gz", ".tgz", ".sav"),
 )
 _LOADED_NAMES = (
     *("config.json", "adapter_config.json", "generation_config.json", "adapter", "modules.json"),
-    *("model_index.json", "manifest.json", "estimator.json"),
+    *("model_index.json", "manifest.json", "estimator.json", "constituents"),
 )
 _MOST_FILES = 1000  # of a folder beside a release that nobody asked about
 
@@ -170,7 +171,7 @@ def _compare_epsilon(
     """δ(ε) ≤ δ, and δ(ε (1 - above)) > δ unless ε is as good as zero."""
     if delta_at(claimed * (1 + BELOW)) > delta * (1 + BELOW):
         return [f"{name} is {claimed!r}, which is too small: the run gives more at this delta"]
-    if claimed > _NEGLIGIBLE and delta_at(claimed * (1 - ABOVE)) <= delta:
+    if claimed > (_NEGLIGIBLE if delta else 0) and delta_at(claimed * (1 - ABOVE)) <= delta:
         return [f"{name} is {claimed!r}, which is not what the run gives: a smaller one holds"]
     return []
 
@@ -179,7 +180,8 @@ def _compare_value(name: str, claimed: float | None, truth: Any) -> list[str]:
     if claimed is None or truth is None:
         same = claimed is truth
     else:
-        same = truth * (1 - BELOW) <= claimed <= truth * (1 + ABOVE) + 1e-300
+        least = 1e-300 if truth else 0  # a truth below all floats is rounded up
+        same = truth * (1 - BELOW) <= claimed <= truth * (1 + ABOVE) + least
     shown = None if truth is None else float(truth)
     return [] if same else [f"{name} is {claimed!r}; the recipe gives {shown!r}"]
 
@@ -288,7 +290,7 @@ def _check_tensors(c: Certificate, path: Path, stated: str, whole: bool) -> list
         return found
     if c.parameters > (size := sum(math.prod(entry.shape) for entry in layout.entries)):
         found.append(f"parameters is {c.parameters}, but {path} has {size} numbers")
-    for what in ("missing", "unchanged"):
+    for what in ("buffers", "missing", "unchanged"):
         if strange := [name for name in getattr(c, what) if name not in leaves]:
             found.append(f"{what} names {strange[0]!r}, which is not in {path}")
     if (public := c.weights.published) is not None:
@@ -336,11 +338,14 @@ def _check_beside(found: Verification, path: Path, folder: Path, places: Collect
     if loaded:
         found.add("", [f"{', '.join(loaded)} may be loaded, and no certificate covers it"])
     if rest:
-        found.skip(f"{OTHER_FILES}{', '.join(rest[:20])}")
+        rest.sort(key=lambda name: "/" not in name)  # folders with models first
+        more = f" and {len(rest) - 20} more" if len(rest) > 20 else ""
+        found.skip(f"{OTHER_FILES}{', '.join(rest[:20])}{more}")
 
 
 def _is_loaded(name: str) -> bool:
-    return name.casefold().endswith(_LOADED) or name.casefold() in _LOADED_NAMES
+    plain = name.strip().casefold()
+    return plain.endswith(_LOADED) or plain in _LOADED_NAMES
 
 
 def _find_loaded(folder: Path) -> str | None:
@@ -357,6 +362,8 @@ def _check_parent(found: Verification, path: Path) -> None:
     problems += check_link(found.certificate, before.certificate)
     said = "it is chained to its parent, whose certificate holds; its files were not looked at"
     found.add(said, problems)
+    if before.certificate.signature is not None:
+        found.skip("whose key signed its parent")
     if before.certificate.parent is not None:
         found.skip(f"the parent of its parent: that names {before.certificate.parent}")
     for warning in before.certificate.warnings:
