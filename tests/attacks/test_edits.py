@@ -22,7 +22,7 @@ from expunge.certificates.record import Record
 from expunge.certificates.signing import generate_key_pair
 from expunge.certificates.verification import verify
 from expunge.errors import CertificateError, VerificationError
-from expunge.recipes import IDEAL, Execution
+from expunge.recipes import Execution
 from tests.helpers.sample_releases import edit_json, load, make_tensors, save_chain, save_release
 
 FAILS = VerificationError, CertificateError
@@ -74,11 +74,7 @@ def together(*changes: Any) -> Any:
 
 
 NOISY, EXACT, SHARDS, LINEAR = "gradient-clipping", "retraining", "shards", "linear-model"
-HALF = together(
-    put("epsilon", to=0.5),
-    put("retrained", "epsilon", to=0.5),
-    put("precision", "epsilon_cost", to=0),
-)
+HALF = together(put("epsilon", to=0.5), put("retrained", "epsilon", to=0.5))
 
 # --- numbers and facts of a certificate, forged as carefully as can be
 
@@ -101,12 +97,13 @@ EDITS = [
     (NOISY, put("recipe", "learning_rate", to=1e-3), "too small"),
     (NOISY, put("recipe", to={"method": "retraining"}), "delta is 1e-05; it must be 0"),
     (NOISY, put("recipe", "weight_decay", to=0), "too small"),
-    (NOISY, put("precision", "rounding", to=0), "costs at least"),
-    (NOISY, put("precision", "grid", to=0.3), "a power of two"),
-    (NOISY, put("precision", "tail_delta", to=1e-7), "too small"),
-    (NOISY, put("precision", "ideal_epsilon", to=0.1), "ideal_epsilon is 0.1"),
+    (NOISY, put("execution", "rounding", to=0), "costs at least"),
+    (NOISY, put("grid", to=0.3), "a power of two"),
+    (NOISY, put("execution", "tail_delta", to=1e-7), "too small"),
+    (NOISY, put("execution", "rounding", to=-1), "rounding is -1"),
+    (NOISY, put("execution", "more", to=1), "execution.more"),
     (NOISY, put("parameters", to=10**6), "costs at least"),
-    (NOISY, put("releases", to=2), "too small"),
+    (NOISY, put("execution", "releases", to=2), "too small"),
     (NOISY, put("noise", "keys", to=2), "noise.keys is 2"),
     (NOISY, put("noise", "source", to="none"), "draws noise"),
     (NOISY, put("start", to="build"), "start is 'build'"),
@@ -137,8 +134,8 @@ EDITS = [
     (LINEAR, put("statistics", to=None), "statistics must be given exactly"),
     (LINEAR, put("statistics", "samples", to=7), "statistics are of 7 rows"),
     (EXACT, put("parameters", to=10**9), "parameters is 1000000000, but .* has 19 numbers"),
-    (EXACT, put("precision", "grid", to=0.5), "an exact run has none"),
-    (EXACT, put("releases", to=2), "an exact run has none"),
+    (EXACT, put("grid", to=0.5), "an exact run has none"),
+    (EXACT, put("execution", "releases", to=2), "an exact run has none"),
     (EXACT, put("weights", "published", "hash", to="0" * 64), "weights.published is 0000"),
     (EXACT, put("weights", "published", "names", to=["norm.count", "no"]), "weights.published is"),
     (EXACT, put("weights", "published", "names", to=["layer.bias"]), "weights.published is"),
@@ -266,17 +263,13 @@ def test_a_finer_grid_than_the_records(made, run) -> None:
     """All numbers of the forged certificate agree with each other, and promise more."""
     c, grid = load(run / NOISY), 2.0**-60
     ran = Execution(rounding=3 * grid * c.parameters**0.5)
-    better, ideal = (guarantee(c.recipe, delta=c.delta, execution=e) for e in (ran, IDEAL))
-    cost = better.epsilon - ideal.epsilon
-    stated = {"grid": grid, "rounding": ran.rounding, "tail_delta": 0.0, "epsilon_cost": cost}
+    better = guarantee(c.recipe, delta=c.delta, execution=ran)
     forge(
         run / NOISY,
-        lambda plain: plain.update(
-            asdict(better), precision=stated | {"ideal_epsilon": ideal.epsilon}
-        ),
+        lambda plain: plain.update(asdict(better), grid=grid, execution=asdict(ran)),
     )
     assert verify(run / NOISY).certificate.epsilon < c.epsilon
-    with pytest.raises(VerificationError, match=r"precision\.grid is .* but the record gives"):
+    with pytest.raises(VerificationError, match=r"grid is .* but the record gives"):
         verify(run / NOISY, record=made / NOISY / "record.json")
 
 

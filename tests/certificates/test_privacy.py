@@ -20,11 +20,10 @@ NULL = "null in every certificate"
 
 REASONS = {
     "schema_version": DERIVED, "epsilon": RECIPE, "delta": OPERATOR, "mu": RECIPE,
-    "compared_to": OPERATOR, "theorem": RECIPE, "survival_bound": RECIPE, "releases": OPERATOR,
+    "compared_to": OPERATOR, "theorem": RECIPE, "survival_bound": RECIPE,
     "retrained.epsilon": RECIPE, "retrained.delta": OPERATOR, "retrained.mu": RECIPE,
     "centre.epsilon": RECIPE, "centre.delta": OPERATOR, "centre.mu": RECIPE,
-    "precision.grid": RECIPE, "precision.rounding": RECIPE, "precision.tail_delta": RECIPE,
-    "precision.ideal_epsilon": RECIPE, "precision.epsilon_cost": RECIPE, "releasable": DERIVED,
+    "grid": RECIPE, "execution": RECIPE, "releasable": DERIVED,
     "warnings": DERIVED, "scope.covered": DERIVED, "scope.not_covered": DERIVED,
     "scope.operator": DERIVED, "scope.void_if": DERIVED, "recipe": RECIPE,
     "parameters": PUBLIC, "seed": OPERATOR, "start": OPERATOR, "origin": OPERATOR,

@@ -17,14 +17,14 @@ from pydantic import Field, model_validator
 
 from expunge.accounting.guarantee import MAX_EPSILON, guarantee, theorem
 from expunge.certificates.consistency import check_run, find_contradictions
-from expunge.certificates.fields import Digest, Model, Names, Positive, Real, Text, serialise
+from expunge.certificates.fields import Digest, Model, Names, Real, Text, serialise
 from expunge.certificates.hashes import combine_leaves
 from expunge.certificates.record import OWN, Record, Run
 from expunge.certificates.signing import Signature, sign_bytes
 from expunge.certificates.wording import BLOCKS, derive_scope, find_warnings, write_statement
 from expunge.display import Shown, shorten
 from expunge.errors import UnlearningError
-from expunge.recipes import IDEAL, ComparedTo, Execution, is_exact, method_name
+from expunge.recipes import IDEAL, ComparedTo, is_exact, method_name
 
 # A clock may be wrong, and a chain must go forward: a later request is not this much later.
 LONGEST_GAP = timedelta(days=5 * 365)
@@ -36,16 +36,6 @@ class Bound(Model):
     epsilon: Real
     delta: Annotated[float, Field(ge=0, lt=1)]
     mu: Real | None
-
-
-class Precision(Model):
-    """What running on a real machine adds, and what it costs against exact arithmetic."""
-
-    grid: Real
-    rounding: Real
-    tail_delta: Real
-    ideal_epsilon: Real
-    epsilon_cost: Real
 
 
 class Scope(Model):
@@ -76,8 +66,6 @@ class Certificate(Run, Shown):
     retrained: Bound
     centre: Bound
     survival_bound: Annotated[float, Field(ge=0, le=1)]
-    precision: Precision
-    releases: Positive
     releasable: bool
     warnings: Names
     scope: Scope
@@ -98,10 +86,9 @@ class Certificate(Run, Shown):
         return method_name(self.recipe)
 
     @property
-    def execution(self) -> Execution:
-        """What the machine added to the account."""
-        p = self.precision
-        return Execution(rounding=p.rounding, tail_delta=p.tail_delta, releases=self.releases)
+    def releases(self) -> int:
+        """How many released noisy runs of the same old model this accounts for, together."""
+        return self.execution.releases
 
     def compute_digest(self) -> str:
         """SHA-256 of the canonical bytes without ``digest`` and ``signature``."""
@@ -113,12 +100,9 @@ class Certificate(Run, Shown):
         plain = self.model_dump(mode="json", exclude={"signature"})
         return b"expunge/certificate-1\0" + serialise(plain)
 
-    def sign(
-        self, private_key: bytes | str | Path, *, password: bytes | None = None
-    ) -> Certificate:
+    def sign(self, private_key: bytes | str | Path) -> Certificate:
         """The same certificate, signed with an Ed25519 key: PEM bytes, or a PEM file's path."""
-        signature = sign_bytes(self.signed_bytes(), private_key, password)
-        return self.model_copy(update={"signature": signature})
+        return self.model_copy(update={"signature": sign_bytes(self.signed_bytes(), private_key)})
 
     def statement(self) -> str:
         """The certificate in plain language, for an auditor."""
@@ -170,26 +154,15 @@ def derive(record: Record, delta: float, compared_to: ComparedTo, releases: int)
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
     ran = replace(record.execution, releases=max(releases, record.execution.releases))
     ran = IDEAL if is_exact(record.recipe) else ran  # exact releases do not add up
-    found, ideal = (
-        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=execution)
-        for execution in (ran, Execution(releases=ran.releases))
-    )
+    found = guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=ran)
     largest = max(found.retrained.epsilon, found.centre.epsilon)
     if not largest <= MAX_EPSILON:
         raise UnlearningError(
             f"this run certifies nothing at delta = {delta}: epsilon is {largest:g}, and above "
             f"{MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
         )
-    precision = {
-        "grid": record.grid,
-        "rounding": ran.rounding,
-        "tail_delta": ran.tail_delta,
-        "ideal_epsilon": ideal.epsilon,
-        "epsilon_cost": max(found.epsilon - ideal.epsilon, 0.0),
-    }
     sealed = {"schema_version": 1, "record": record.sha256, "signature": None}
-    more = {"precision": precision, "releases": ran.releases}
-    return complete(record.publish() | asdict(found) | more | sealed)
+    return complete(record.publish() | asdict(found) | {"execution": asdict(ran)} | sealed)
 
 
 def derive_again(record: Record, c: Certificate) -> Certificate:
@@ -235,9 +208,7 @@ def check_derived(c: Certificate) -> list[str]:
     own = c.training is None or c.training.function == OWN
     if c.training is not None and (c.training.options if own else not c.training.built_in):
         found.append("training.function and options must be those of the library, or withheld")
-    if c.precision.epsilon_cost != max(c.epsilon - c.precision.ideal_epsilon, 0.0):
-        found.append("precision.epsilon_cost is not epsilon - ideal_epsilon")
-    return [*found, *check_run(c, c.precision.grid, c.execution)]
+    return [*found, *check_run(c)]
 
 
 def check_link(child: Certificate, parent: Certificate) -> list[str]:
@@ -268,13 +239,14 @@ def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
         return []
     if theirs is None or ours.seed != theirs.seed or child.recipe != parent.recipe:
         return ["sharding: the parent is not of the same ensemble"]
-    found, pairs = (
-        list[str](),
-        [zip(one.hashes, one.samples, strict=False) for one in (ours, theirs)],
-    )
-    for k, (first, (one, now), (other, before)) in enumerate(
-        zip(ours.trained_from, *pairs, strict=False)
-    ):
+    found = list[str]()
+    for k, first in enumerate(ours.trained_from):
+        one, now, other, before = (
+            ours.hashes[k],
+            ours.samples[k],
+            theirs.hashes[k],
+            theirs.samples[k],
+        )
         if first == 0 and (one, now) != (other, before):
             found.append(
                 f"constituent {k} is {one} of {now} samples, said to be untouched, but the "

@@ -13,7 +13,6 @@ from expunge.certificates.hashes import combine_leaves
 from expunge.certificates.record import Noise, Record, Run, Trace
 from expunge.recipes import (
     IDEAL,
-    Execution,
     GradientClipping,
     LinearModel,
     ModelClipping,
@@ -32,7 +31,7 @@ NOISE_DEVIATIONS = 12.0
 
 def find_contradictions(record: Record) -> list[str]:
     """Every reason why this record cannot be certified, as sentences; none if it can."""
-    found = list(check_run(record, record.grid, record.execution))
+    found = list(check_run(record))
     (rates, sigmas), trace = list_steps(record.recipe), record.trace or Trace()
     if len(trace) != len(rates):
         return [*found, f"the trace has {len(trace)} steps; the recipe has {len(rates)}"]
@@ -65,9 +64,10 @@ def list_steps(recipe: Recipe) -> tuple[Array, Array]:
             return np.zeros(0), np.zeros(0)
 
 
-def check_run(run: Run, grid: float, ran: Execution) -> Iterator[str]:
+def check_run(run: Run) -> Iterator[str]:
     """What contradicts itself in what record and certificate both say."""
     recipe, w, noise, samples = run.recipe, run.weights, run.noise, run.retained.samples
+    grid, ran = run.grid, run.execution
     noisy, linear = isinstance(recipe, NoisyRecipe), isinstance(recipe, LinearModel)
     starts = ("model", "centre") if noisy else ("build",)
     if run.start not in starts:

@@ -194,12 +194,13 @@ class Run(Document):
     """What record and certificate both say.
 
     ``parameters`` counts the certified ones; ``seed`` is the public one of ``build()``, batches and
-    training. ``start``: "model" for a noisy run from the old one,
-    "centre" for its control, which never saw it, "build" for exact methods. ``origin``: what the
-    centre of a noisy run is, ``build()``'s tensors or zero. ``buffers`` names running statistics
-    that were estimated on retained data, ``missing`` trainable tensors that the old model lacks
-    (they start at the centre), ``unchanged`` tensors that the operator says the old training never
-    touched. ``parent`` is the SHA-256 of the certificate of the release before.
+    training. ``start``: "model" for a noisy run from the old one, "centre" for its control, which
+    never saw it, "build" for exact methods. ``origin``: what the centre of a noisy run is,
+    ``build()``'s tensors or zero; ``grid`` its power-of-two grid (0: none) and ``execution`` what
+    the machine added to the account. ``buffers`` names running statistics that were estimated on
+    retained data, ``missing`` trainable tensors that the old model lacks (they start at the
+    centre), ``unchanged`` tensors that the operator says the old training never touched. ``parent``
+    is the SHA-256 of the certificate of the release before.
     """
 
     recipe: RecipeField
@@ -213,6 +214,8 @@ class Run(Document):
     weights: Weights
     training: TrainingRun | None = None
     noise: Noise = Field(default_factory=Noise)
+    grid: Real = 0.0
+    execution: Execution = IDEAL
     buffers: Names = ()
     missing: Names = ()
     unchanged: Names = ()
@@ -228,9 +231,8 @@ class Run(Document):
 class Record(Run):
     """Everything needed to recompute the guarantee, and what the run worked on.
 
-    ``grid`` is the power-of-two grid of a noisy run (0: none); ``execution`` what the machine added
-    to the account; ``earlier`` the requests of all releases before, by which a later run finds
-    people who came back; ``salt`` is that of the hashes of code.
+    ``earlier`` are the requests of all releases before, by which a later run finds people who came
+    back; ``salt`` is that of the hashes of code.
 
     >>> from expunge.certificates.people import commit
     >>> from expunge.recipes import Retraining
@@ -247,8 +249,6 @@ class Record(Run):
     private: ClassVar[bool] = True
     environment: Environment = Field(default_factory=Environment)
     created: Time = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    grid: Real = 0.0
-    execution: Execution = IDEAL
     trace: Trace | None = None
     earlier: tuple[Commitment, ...] = ()
     salt: Digest = Field(default_factory=lambda: secrets.token_hex(32))

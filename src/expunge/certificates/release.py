@@ -53,7 +53,7 @@ class Release:
     record: Record
     tensors: Mapping[str, Any]
     files: Files = field(default_factory=dict[str, bytes])
-    relist: Callable[[Any], Contents] | None = None
+    relist: Callable[[Any], Contents] = Contents
     saving: Callable[[Path, bytes], AbstractContextManager[None]] | None = None
 
     def __repr__(self) -> str:
@@ -104,8 +104,6 @@ class Release:
         """
         if not isinstance(note, str) or not note.strip() or not is_visible(note):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError.of("note", note, "a few words in one line: what was done")
-        if self.relist is None:
-            raise InputError("this release has no model whose tensors could be listed again")
         self._check_weights()
         own = copy.deepcopy(self.model)
         changed = function(own)

@@ -101,11 +101,9 @@ def fingerprint(public_key: str) -> str:
     return "sha256:" + hashlib.sha256(bytes.fromhex(public_key)).hexdigest()
 
 
-def sign_bytes(
-    message: bytes, private_key: bytes | str | Path, password: bytes | None = None
-) -> Signature:
+def sign_bytes(message: bytes, private_key: bytes | str | Path) -> Signature:
     """The signature of this message."""
-    key: Ed25519PrivateKey = _load("private key", private_key, Ed25519PrivateKey, password)
+    key: Ed25519PrivateKey = _load("private key", private_key, Ed25519PrivateKey)
     public = key.public_key().public_bytes_raw().hex()
     return Signature(algorithm="Ed25519", public_key=public, value=key.sign(message).hex())
 
@@ -115,12 +113,12 @@ def read_public_key(public_key: bytes | str | Path) -> str:
     return _load("public key", public_key, Ed25519PublicKey).public_bytes_raw().hex()
 
 
-def _load(what: str, given: bytes | str | Path, kind: type, password: bytes | None = None) -> Any:
+def _load(what: str, given: bytes | str | Path, kind: type) -> Any:
     """The key of this kind, from PEM bytes or a PEM file."""
     pem = given if isinstance(given, bytes) else read_limited(given, MAX_KEY_BYTES, what)
     private = kind is Ed25519PrivateKey
     try:
-        key = load_pem_private_key(pem, password) if private else load_pem_public_key(pem)
+        key = load_pem_private_key(pem, None) if private else load_pem_public_key(pem)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         key = str(error).split("\n")[0].split(". See ")[0].rstrip(".")
     if not isinstance(key, kind):

@@ -64,7 +64,7 @@ def find_warnings(c: Certificate) -> Iterator[str]:
         return
     if c.noise.source != "system":
         yield f"{BLOCKS}the noise came from a seed, so anyone who guesses the seed can subtract it."
-    if c.precision.grid == 0:
+    if c.grid == 0:
         yield f"{BLOCKS}the run was not on a grid, so its finite precision is not accounted."
     # Whoever publishes one sample of n at random has δ = 1/n: it must be well below.
     n = c.forget.samples + c.retained.samples
@@ -220,7 +220,7 @@ def name_unseen(c: Certificate) -> str:
 
 def list_facts(c: Certificate) -> dict[str, str]:
     """What it claims, line by line, for statement and report; nothing is checked here."""
-    exact, p, delta = is_exact(c.recipe), c.precision, round_up(c.delta)
+    exact, ran, delta = is_exact(c.recipe), c.execution, round_up(c.delta)
     asked = "Whatever is asked of the released model, an answer is"
     times = round_up(math.exp(min(c.epsilon, 709.0)))
     words, reference = _METHODS[c.method]
@@ -228,8 +228,8 @@ def list_facts(c: Certificate) -> dict[str, str]:
     noisy = f"{steps} noisy step{'s' * (steps != 1)}{' from the centre' * (c.start == 'centre')}"
     noise = {} if exact else {
         "noise": f"{c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s)",
-        "finite precision": f"grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail "
-        f"{p.tail_delta:.6g}; together they cost {round_up(p.epsilon_cost, 3)} of epsilon",
+        "finite precision": f"grid {c.grid:.6g}, rounding {ran.rounding:.6g}, tail "
+        f"{ran.tail_delta:.6g}; epsilon and delta include them",
         "released runs of this old model": str(c.releases),
     }  # fmt: skip
     return {

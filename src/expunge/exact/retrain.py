@@ -112,7 +112,7 @@ def _describe(
         salt=salt,
         weights=Weights(after=root, start=root, published=describe_published(module, published)),
         training=describe_training(functions["train"], request.retained),
-        unchanged=tuple(unchanged),
+        unchanged=tuple(dict.fromkeys(unchanged)),
         environment=describe_environment(module),
         **request.describe(),
     )
