@@ -15,9 +15,7 @@ from expunge.recipes import (
     IDEAL,
     GradientClipping,
     LinearModel,
-    ModelClipping,
     NoisyRecipe,
-    OutputPerturbation,
     Recipe,
     Retraining,
     Sharding,
@@ -52,16 +50,14 @@ def find_contradictions(record: Record) -> list[str]:
 def list_steps(recipe: Recipe) -> tuple[Array, Array]:
     """Learning rate and noise of every entry of a trace.
 
+    >>> from expunge.recipes import OutputPerturbation
     >>> list_steps(OutputPerturbation(start_clip=1.0, noise_std=2.0))
     (array([0.]), array([2.]))
     """
-    match recipe:
-        case OutputPerturbation(noise_std=sigma):
-            return np.zeros(1), np.array([sigma])
-        case GradientClipping(steps=T) | ModelClipping(steps=T):
-            return schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
-        case _:
-            return np.zeros(0), np.zeros(0)
+    if not isinstance(recipe, NoisyRecipe):
+        return np.zeros(0), np.zeros(0)
+    steps, rate = getattr(recipe, "steps", 1), getattr(recipe, "learning_rate", 0.0)
+    return schedule(rate, steps), schedule(recipe.noise_std, steps)
 
 
 def check_run(run: Run) -> Iterator[str]:

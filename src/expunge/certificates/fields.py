@@ -33,7 +33,6 @@ from expunge.errors import CertificateError, InputError
 from expunge.files import is_inside, read_limited, refuse_twice, write_atomic
 from expunge.recipes import Recipe
 
-LONGEST_NAME = 255
 LARGEST = 2**53 - 1  # beyond it a number of JSON is not the same everywhere
 
 
@@ -96,8 +95,8 @@ def _check_text(text: str) -> str:
 def _check_file(name: str) -> str:
     if not is_inside(_check_text(name)):
         raise ValueError(f"{name!r} is not the name of a file in this folder")
-    if len(name.encode()) > LONGEST_NAME:
-        raise ValueError(f"{name[:40]!r}... is longer than {LONGEST_NAME} bytes")
+    if len(name.encode()) > 255:
+        raise ValueError(f"{name[:40]!r}... is longer than 255 bytes")
     return name
 
 

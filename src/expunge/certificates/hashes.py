@@ -30,18 +30,16 @@ from expunge.display import clean
 from expunge.errors import CertificateError, InputError
 from expunge.files import open_regular, refuse_twice, write_atomic
 
-# Bytes per element, in the order in which safetensors files keep their tensors (last one first).
-DTYPES: Mapping[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
-    "I16": 2, "U16": 2, "F16": 2, "BF16": 2, "I32": 4, "U32": 4, "F32": 4,
-    "C64": 8, "F64": 8, "I64": 8, "U64": 8,
+# torch's names as safetensors spells them, with the bytes of an element, in the order in which
+# safetensors files keep their tensors (last one first).
+_KINDS: Mapping[str, tuple[str, int]] = {
+    "bool": ("BOOL", 1), "uint8": ("U8", 1), "int8": ("I8", 1), "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1), "float8_e8m0fnu": ("F8_E8M0", 1), "int16": ("I16", 2),
+    "uint16": ("U16", 2), "float16": ("F16", 2), "bfloat16": ("BF16", 2), "int32": ("I32", 4),
+    "uint32": ("U32", 4), "float32": ("F32", 4), "complex64": ("C64", 8), "float64": ("F64", 8),
+    "int64": ("I64", 8), "uint64": ("U64", 8),
 }  # fmt: skip
-_NAMES: Mapping[str, str] = {
-    "bool": "BOOL", "uint8": "U8", "int8": "I8", "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0", "int16": "I16", "uint16": "U16",
-    "float16": "F16", "bfloat16": "BF16", "int32": "I32", "uint32": "U32", "float32": "F32",
-    "complex64": "C64", "float64": "F64", "int64": "I64", "uint64": "U64",
-}  # fmt: skip
+DTYPES: Mapping[str, int] = dict(_KINDS.values())
 MAX_HEADER_BYTES = 100_000_000
 _CHUNK = 1 << 20
 Tensor = Any  # a numpy array or a torch tensor
@@ -110,9 +108,9 @@ def describe_tensor(name: str, tensor: Tensor) -> Entry:
     if not is_tensor(tensor):
         raise InputError.of(f"tensor {name}", tensor, "a numpy array or a torch tensor")
     dtype = str(getattr(tensor.dtype, "name", tensor.dtype)).removeprefix("torch.")
-    if dtype not in _NAMES:
-        raise InputError.of(f"dtype of {name}", dtype, "one of " + ", ".join(_NAMES))
-    return Entry(name=name, dtype=_NAMES[dtype], shape=tuple(int(n) for n in tensor.shape))
+    if dtype not in _KINDS:
+        raise InputError.of(f"dtype of {name}", dtype, "one of " + ", ".join(_KINDS))
+    return Entry(name=name, dtype=_KINDS[dtype][0], shape=tuple(int(n) for n in tensor.shape))
 
 
 def read_bytes(tensor: Tensor) -> memoryview:

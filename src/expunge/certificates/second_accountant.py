@@ -25,12 +25,9 @@ from expunge.recipes import (
     ComparedTo,
     Execution,
     GradientClipping,
-    LinearModel,
     ModelClipping,
     OutputPerturbation,
     Recipe,
-    Retraining,
-    Sharding,
     list_restarts,
     schedule,
 )
@@ -67,8 +64,6 @@ def recompute(
     mp, n = make_context(), execution.releases
     starts = 2 if compared_to == "retrained" else 1
     match recipe:
-        case Retraining() | LinearModel() | Sharding():
-            return mp.mpf(0), lambda _: mp.mpf(0)
         case ModelClipping():
             mu = None
         case OutputPerturbation(start_clip=C0, noise_std=sigma):
@@ -77,6 +72,8 @@ def recompute(
             with decimal.localcontext(_DECIMAL):
                 square = _gradient_clipping(recipe, starts, execution.rounding)
             mu = mp.inf if square.is_infinite() else mp.sqrt(n * mp.mpf(str(square)))
+        case _:  # exact
+            return mp.mpf(0), lambda _: mp.mpf(0)
 
     @functools.cache
     def delta_at(epsilon: Number) -> Number:

@@ -20,23 +20,13 @@ if TYPE_CHECKING:
 BLOCKS = "Not for release: "
 LARGE_EPSILON = 10.0
 _MOST_NAMES = 20
-# A method in words, and for exact ones what the release is like.
 _METHODS = {
-    "output-perturbation": ("output perturbation", ""),
-    "gradient-clipping": ("noisy fine-tuning with gradient clipping", ""),
-    "model-clipping": ("noisy fine-tuning with model clipping", ""),
-    "retraining": (
-        "retraining",
-        "training again without the forget set, from the same public start",
-    ),
-    "linear-model": (
-        "a linear model, solved again from the rows that remain",
-        "the same model, learned from the rows that remain and nothing else",
-    ),
-    "shards": (
-        "an ensemble of networks that never see each other's data",
-        "the same ensemble, trained on the examples that remain and nothing else",
-    ),
+    "output-perturbation": "output perturbation",
+    "gradient-clipping": "noisy fine-tuning with gradient clipping",
+    "model-clipping": "noisy fine-tuning with model clipping",
+    "retraining": "retraining from a public start",
+    "linear-model": "a linear model, solved again from the rows that remain",
+    "shards": "an ensemble of networks that never see each other's data",
 }
 _VOID_ALWAYS = (
     "retained examples, or constants computed before, were derived from forgotten ones",
@@ -223,9 +213,9 @@ def list_facts(c: Certificate) -> dict[str, str]:
     exact, ran, delta = is_exact(c.recipe), c.execution, round_up(c.delta)
     asked = "Whatever is asked of the released model, an answer is"
     times = round_up(math.exp(min(c.epsilon, 709.0)))
-    words, reference = _METHODS[c.method]
     steps = getattr(c.recipe, "steps", 1)
-    noisy = f"{steps} noisy step{'s' * (steps != 1)}{' from the centre' * (c.start == 'centre')}"
+    done = f"{steps} noisy step{'s' * (steps != 1)}{' from the centre' * (c.start == 'centre')}"
+    done = "without noise" if exact else done
     noise = {} if exact else {
         "noise": f"{c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s)",
         "finite precision": f"grid {c.grid:.6g}, rounding {ran.rounding:.6g}, tail "
@@ -238,11 +228,11 @@ def list_facts(c: Certificate) -> dict[str, str]:
         if c.epsilon == 0 and c.delta == 0
         else f"{asked} at most {times} times as likely as under the reference, plus {delta}; and "
         "the same with the two exchanged.",
-        "reference": reference or _name_reference(c),
+        "reference": _name_reference(c),
         "theorem": c.theorem,
         "survival": f"At most {round_up(100 * c.survival_bound, 3)} % of runs can differ, in any "
         f"way, from runs that never saw {name_unseen(c)}.",
-        "method": f"{words}; {'without noise' if exact else noisy}, on {c.parameters} parameters",
+        "method": f"{_METHODS[c.method]}; {done}, on {c.parameters} parameters",
         "forgotten": _name_people(c.forget),
         "retained": _name_people(c.retained),
         **noise,
@@ -275,7 +265,9 @@ def write_statement(c: Certificate) -> str:
 
 
 def _name_reference(c: Certificate) -> str:
-    """The certifying algorithm of a noisy run in words."""
+    """The certifying algorithm in words."""
+    if is_exact(c.recipe):
+        return "the same computation on the examples that remain, and on nothing else"
     if c.compared_to == "retrained":
         return "the same run started from a model retrained without the forget set"
     if c.method == "model-clipping":
