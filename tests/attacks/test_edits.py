@@ -1,6 +1,6 @@
 """An adversary who edits certificates, records, weights and chains, and repairs what they can.
 
-They make digests right again, derive sentences anew, rewrite the metadata of weights, and have the
+They make digests right again, derive sentences anew, write weights again, and have the
 library at hand. They do not have the operator's key.
 """
 
@@ -22,7 +22,7 @@ from expunge.certificates.record import Record
 from expunge.certificates.signing import generate_key_pair
 from expunge.certificates.verification import verify
 from expunge.errors import CertificateError, VerificationError
-from expunge.recipes import IDEAL, Execution
+from expunge.recipes import Execution
 from tests.helpers.sample_releases import edit_json, load, make_tensors, save_chain, save_release
 
 FAILS = VerificationError, CertificateError
@@ -47,7 +47,7 @@ def run(made, tmp_path) -> Path:
 
 
 def forge(folder: Path, change: Any) -> None:
-    """The most careful forgery: sentences and digest derived again, metadata rewritten."""
+    """The most careful forgery: sentences and digest derived again, weights rewritten."""
     plain = json.loads((folder / "certificate.json").read_bytes())
     change(plain)
     try:
@@ -57,7 +57,7 @@ def forge(folder: Path, change: Any) -> None:
         return
     forged.save(folder / "certificate.json")
     if "sharding" not in plain or plain["sharding"] is None:
-        write_safetensors(folder / "model.safetensors", make_tensors(), forged.describe_weights())
+        write_safetensors(folder / "model.safetensors", make_tensors(), {"format": "pt"})
 
 
 def put(*path: Any, to: Any) -> Any:
@@ -74,11 +74,7 @@ def together(*changes: Any) -> Any:
 
 
 NOISY, EXACT, SHARDS, LINEAR = "gradient-clipping", "retraining", "shards", "linear-model"
-HALF = together(
-    put("epsilon", to=0.5),
-    put("retrained", "epsilon", to=0.5),
-    put("precision", "epsilon_cost", to=0),
-)
+HALF = together(put("epsilon", to=0.5), put("retrained", "epsilon", to=0.5))
 
 # --- numbers and facts of a certificate, forged as carefully as can be
 
@@ -101,12 +97,13 @@ EDITS = [
     (NOISY, put("recipe", "learning_rate", to=1e-3), "too small"),
     (NOISY, put("recipe", to={"method": "retraining"}), "delta is 1e-05; it must be 0"),
     (NOISY, put("recipe", "weight_decay", to=0), "too small"),
-    (NOISY, put("precision", "rounding", to=0), "costs at least"),
-    (NOISY, put("precision", "grid", to=0.3), "a power of two"),
-    (NOISY, put("precision", "tail_delta", to=1e-7), "too small"),
-    (NOISY, put("precision", "ideal_epsilon", to=0.1), "ideal_epsilon is 0.1"),
+    (NOISY, put("execution", "rounding", to=0), "costs at least"),
+    (NOISY, put("grid", to=0.3), "a power of two"),
+    (NOISY, put("execution", "tail_delta", to=1e-7), "too small"),
+    (NOISY, put("execution", "rounding", to=-1), "rounding is -1"),
+    (NOISY, put("execution", "more", to=1), "execution.more"),
     (NOISY, put("parameters", to=10**6), "costs at least"),
-    (NOISY, put("releases", to=2), "too small"),
+    (NOISY, put("execution", "releases", to=2), "too small"),
     (NOISY, put("noise", "keys", to=2), "noise.keys is 2"),
     (NOISY, put("noise", "source", to="none"), "draws noise"),
     (NOISY, put("start", to="build"), "start is 'build'"),
@@ -115,7 +112,7 @@ EDITS = [
     (NOISY, put("weights", "old", to="0" * 64), "weights.old must be given exactly"),
     (NOISY, put("weights", "noisy", to=None), "weights.noisy must be given"),
     (NOISY, put("training", to=None), "no training is recorded"),
-    (NOISY, put("created", to="never"), "created is 'never'"),
+    (NOISY, put("created", to="never"), "created: 'never' must be a time in UTC"),
     (NOISY, put("created", to="2199-01-01T00:00:00+00:00"), "ten years ahead"),
     (NOISY, put("parent", to="0" * 64), "weights.old must be given exactly"),
     (NOISY, put("schema_version", to=2), "schema_version"),
@@ -126,10 +123,10 @@ EDITS = [
     (EXACT, put("weights", "files", "config.json", to="0" * 64), "config.json has hash"),
     (EXACT, put("weights", "files", "../../secret", to="0" * 64), "not the name of a file"),
     (EXACT, put("weights", "files", "/etc/passwd", to="0" * 64), "not the name of a file"),
-    (EXACT, put("weights", "start", to=None), "weights.start is missing"),
+    (EXACT, put("weights", "start", to=None), "weights.start, the hash of what"),
     (EXACT, put("applied", to=[{"note": "x", "before": "1" * 64, "after": "2" * 64}]),
      "applied does not lead"),
-    (SHARDS, put("sharding", "hashes", 0, to="7" * 64), "constituent 0"),
+    (SHARDS, put("sharding", "hashes", 0, to="7" * 64), "constituents.0 in"),
     (SHARDS, put("sharding", "samples", to=[60, 40]), "must have 3 samples"),
     (SHARDS, put("sharding", "trained_from", to=[0, 1, 0]), "trained_from must be given exactly"),
     (SHARDS, put("sharding", to=None), "sharding must be given exactly"),
@@ -137,18 +134,18 @@ EDITS = [
     (LINEAR, put("statistics", to=None), "statistics must be given exactly"),
     (LINEAR, put("statistics", "samples", to=7), "statistics are of 7 rows"),
     (EXACT, put("parameters", to=10**9), "parameters is 1000000000, but .* has 19 numbers"),
-    (EXACT, put("precision", "grid", to=0.5), "an exact run has none"),
-    (EXACT, put("releases", to=2), "an exact run has none"),
+    (EXACT, put("grid", to=0.5), "an exact run has none"),
+    (EXACT, put("execution", "releases", to=2), "an exact run has none"),
     (EXACT, put("weights", "published", "hash", to="0" * 64), "weights.published is 0000"),
     (EXACT, put("weights", "published", "names", to=["norm.count", "no"]), "weights.published is"),
     (EXACT, put("weights", "published", "names", to=["layer.bias"]), "weights.published is"),
     (NOISY, put("weights", "noisy", to="a" * 64), "nothing was added to it"),
-    (NOISY, put("created", to="20261115T220000Z"), "it must be a time in UTC"),
-    (NOISY, put("created", to="2026-11-15T22:00:00.5+00:00"), "it must be a time in UTC"),
-    (NOISY, put("created", to="2026-11-15T23:00:00+01:00"), "it must be a time in UTC"),
+    (NOISY, put("created", to="20261115T220000Z"), "must be a time in UTC"),
+    (NOISY, put("created", to="2026-11-15T22:00:00.5+00:00"), "must be a time in UTC"),
+    (NOISY, put("created", to="2026-11-15T23:00:00+01:00"), "must be a time in UTC"),
     (NOISY, put("seed", to="seven"), "seed"),
     (NOISY, put("seed", to="1" * 5000), "seed"),
-    (NOISY, put("created", to="1999-01-01T00:00:00+00:00"), "before there was anything"),
+    (NOISY, put("created", to="1999-01-01T00:00:00+00:00"), "which is before 2020"),
     (NOISY, put("unchanged", to=["no"]), "unchanged names 'no', which is not in"),
     (NOISY, put("missing", to=["layer.bias", "layer.bias"]), "missing has a name twice"),
     (EXACT, put("weights", "published", "names", to=["norm.count"] * 2), "names has a name twice"),
@@ -156,6 +153,21 @@ EDITS = [
     (EXACT, lambda plain: plain["forget"].update(root=plain["retained"]["root"]), "one set of"),
     (SHARDS, put("sharding", "combination", to="the best"), "combination"),
     *((EXACT, put("environment", "device", to=f"cpu{c}"), "cannot be seen") for c in INVISIBLE),
+    (EXACT, put("centre", "epsilon", to=-1), "greater than or equal to 0"),
+    (EXACT, put("centre", "epsilon", to=1e-10), "centre.epsilon is 1e-10, which is not what"),
+    (EXACT, put("centre", "mu", to=5e-324), "centre.mu is 5e-324"),
+    (EXACT, put("survival_bound", to=5e-324), "survival_bound is 5e-324"),
+    (EXACT, put("noise", "generator", to="dice"), "an exact run has none"),
+    (EXACT, put("buffers", to=["norm.count"]), "no old model was used"),
+    (NOISY, put("buffers", to=["no"]), "buffers names 'no', which is not in"),
+    (EXACT, put("weights", "files", "pytorch_model.bin", to="0" * 64), "is no configuration"),
+    (EXACT, put("weights", "files", "model.safetensors.index.json", to="0" * 64), "is no config"),
+    (EXACT, put("weights", "files", "adapter/adapter_model.safetensors", to="0" * 64), "is no con"),
+    (EXACT, put("training", "function", to="nobody's data: checked"), "or withheld"),
+    (EXACT, put("training", "options", to={"epochs": 3}), "or withheld"),
+    (LINEAR, put("weights", "start", to="0" * 64), "must be given but for linear models"),
+    (LINEAR, put("forget", "count", to=0), "forget names nobody"),
+    (SHARDS, put("sharding", "samples", to=[60, 20, 20]), "or lacks one"),
 ]  # fmt: skip
 
 
@@ -251,17 +263,13 @@ def test_a_finer_grid_than_the_records(made, run) -> None:
     """All numbers of the forged certificate agree with each other, and promise more."""
     c, grid = load(run / NOISY), 2.0**-60
     ran = Execution(rounding=3 * grid * c.parameters**0.5)
-    better, ideal = (guarantee(c.recipe, delta=c.delta, execution=e) for e in (ran, IDEAL))
-    cost = better.epsilon - ideal.epsilon
-    stated = {"grid": grid, "rounding": ran.rounding, "tail_delta": 0.0, "epsilon_cost": cost}
+    better = guarantee(c.recipe, delta=c.delta, execution=ran)
     forge(
         run / NOISY,
-        lambda plain: plain.update(
-            asdict(better), precision=stated | {"ideal_epsilon": ideal.epsilon}
-        ),
+        lambda plain: plain.update(asdict(better), grid=grid, execution=asdict(ran)),
     )
     assert verify(run / NOISY).certificate.epsilon < c.epsilon
-    with pytest.raises(VerificationError, match=r"precision\.grid is .* but the record gives"):
+    with pytest.raises(VerificationError, match=r"grid is .* but the record gives"):
         verify(run / NOISY, record=made / NOISY / "record.json")
 
 
@@ -309,8 +317,7 @@ def test_edited_weights(run) -> None:
 def test_other_tensors(change, run) -> None:
     tensors = make_tensors()
     change(tensors)
-    metadata = load(run / EXACT).describe_weights() | {"expunge.weights": hash_tensors(tensors)}
-    for written in (load(run / EXACT).describe_weights(), metadata, None):
+    for written in ({"format": "pt"}, {"expunge.weights": hash_tensors(tensors)}, None):
         write_safetensors(run / EXACT / "model.safetensors", tensors, written)
         with pytest.raises(VerificationError, match="but the certificate has"):
             verify(run / EXACT)
@@ -326,6 +333,56 @@ def test_what_a_program_would_load_instead(name, run) -> None:
     (run / NOISY / name).write_bytes(b"{}")
     with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
         verify(run / NOISY)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pytorch_model.bin\n", "model.safetensors ", "model.pkl.gz", "constituents/0/model.bin"],
+)
+def test_names_that_look_like_others(name, run) -> None:
+    """A space at the end is not seen in a list of names."""
+    for kind in (EXACT, SHARDS):
+        (run / kind / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / kind / name).write_bytes(b"x")
+        with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
+            verify(run / kind)
+
+
+def test_a_model_among_many_other_files_is_named(run) -> None:
+    for n in range(30):
+        (run / EXACT / f"a{n}.txt").write_text("x")
+    (run / EXACT / "z").mkdir()
+    (run / EXACT / "z" / "model.bin").write_bytes(b"x")
+    said = " ".join(verify(run / EXACT).unchecked)
+    assert "other files in this folder: z/ (in it model.bin), a0.txt" in said
+    assert "and 11 more" in said
+
+
+# --- signatures
+
+
+def test_keys_and_signatures_that_fit_many_messages(run) -> None:
+    """A key of small order under which a signature fits anything; s + the order of the group."""
+    path = run / EXACT / "certificate.json"
+    load(run / EXACT).sign(generate_key_pair()[0]).save(path)
+    value = bytes.fromhex(load(run / EXACT).signature.value)
+    order = 2**252 + 27742317777372353535851937790883648493
+    larger = int.from_bytes(value[32:], "little") + order
+    for changed in (
+        {"value": (value[:32] + larger.to_bytes(32, "little")).hex()},
+        *(
+            {"public_key": key, "value": f"{key}{'00' * 32}"}
+            for key in ("01" + "00" * 31, "00" * 32, "ec" + "ff" * 30 + "7f")
+        ),
+    ):
+        edit_json(path, lambda plain, changed=changed: plain["signature"].update(changed))
+        with pytest.raises(VerificationError, match="the signature does not match"):
+            verify(run / EXACT)
+
+
+def test_a_parent_that_a_stranger_signed_is_said(run) -> None:
+    load(run / "first").sign(generate_key_pair()[0]).save(run / "first" / "certificate.json")
+    assert "whose key signed its parent" in verify(run / "second", parent=run / "first").unchecked
 
 
 # --- any byte of a certificate

@@ -217,6 +217,21 @@ def test_constituents_of_the_parent_although_people_left(tmp_path) -> None:
             expunge.verify(two, parent=one)
 
 
+def test_a_parent_of_other_slices_is_another_ensemble(tmp_path) -> None:
+    tensors, record = make_shards()
+    parent = make_release(record, tensors).certificate
+    plain = parent.model_dump(mode="json")
+    plain["recipe"]["slices"] = 9
+    other = complete(plain)
+    stated = plain | {"parent": other.sha256, "created": LATER}
+    stated["sharding"] |= {"trained_from": [0, 0, 0]}
+    stated["recipe"] = parent.model_dump(mode="json")["recipe"]
+    for name, certificate in (("child", complete(stated)), ("parent", other)):
+        certificate.save(tmp_path / f"{name}.json")
+    with pytest.raises(VerificationError, match="the parent is not of the same ensemble"):
+        expunge.verify(tmp_path / "child.json", parent=tmp_path / "parent.json")
+
+
 # --- what lies beside a release
 
 

@@ -11,10 +11,10 @@ from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.hashes import hash_tensors
 from expunge.certificates.people import commit
 from expunge.certificates.record import Record
-from expunge.certificates.release import Contents, Release, read_parent
+from expunge.certificates.release import read_parent
 from expunge.certificates.verification import verify
 from expunge.errors import InputError, UnlearningError
-from tests.helpers.sample_releases import CREATED, LATER, make_tensors, save_chain, save_release
+from tests.helpers.sample_releases import CREATED, LATER, save_chain, save_release
 
 
 def test_a_release_is_a_folder(tmp_path) -> None:
@@ -59,14 +59,6 @@ def test_a_note_is_a_few_words(note, tmp_path) -> None:
     release = save_release(tmp_path / "run")
     with pytest.raises(InputError, match="note is"):
         release.apply(halve, note)
-
-
-def test_a_release_without_a_model_cannot_be_changed(tmp_path) -> None:
-    release = save_release(tmp_path / "run")
-    bare = Release(None, release.certificate, release.record, release.tensors)
-    with pytest.raises(InputError, match="no model whose tensors"):
-        bare.apply(halve, "halved")
-    assert Contents(make_tensors()).files == {}
 
 
 def test_what_a_state_does_runs_around_the_writing(tmp_path) -> None:

@@ -150,7 +150,7 @@ def test_files_that_cannot_be_read(tmp_path) -> None:
     save_release(tmp_path / "run")
     weights = tmp_path / "run" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CertificateError, match="their header describes"):
+    with pytest.raises(CertificateError, match="their header says"):
         verify(tmp_path / "run")
     with pytest.raises(CertificateError, match=r"weights .* is not a file"):
         verify(tmp_path / "run", tmp_path / "none.safetensors")

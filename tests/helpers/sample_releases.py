@@ -124,12 +124,13 @@ def make_noisy(tensors: dict[str, Any], name: str = "gradient-clipping", **given
 
 def make_shards(seed: int = 0, **given: Any) -> tuple[dict[str, Any], Record]:
     parts = [make_tensors(seed + k) for k in range(2)]
-    tensors = {f"constituents.{k}.{n}": t for k, part in enumerate(parts) for n, t in part.items()}
+    named = [{f"constituents.{k}.{n}": t for n, t in part.items()} for k, part in enumerate(parts)]
+    tensors, hashes = named[0] | named[1], map(hash_tensors, named)
     stated = Sharding(
         seed="a public string",
         combination="probabilities",
         samples=(60, 40, 0),
-        hashes=(*(hash_tensors(part) for part in parts), combine_leaves([])),
+        hashes=(*hashes, combine_leaves([])),
         trained_from=(0, 2, 0),
         digest="5" * 64,
     )

@@ -9,40 +9,25 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import asdict, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from expunge.accounting.guarantee import THEOREMS, guarantee
-from expunge.certificates.consistency import check_run, find_contradictions, read_time
-from expunge.certificates.fields import (
-    Digest,
-    Model,
-    Names,
-    Positive,
-    Real,
-    Text,
-    serialise,
-)
+from expunge.certificates.consistency import check_run, find_contradictions
+from expunge.certificates.fields import Digest, Model, Names, Real, Text, serialise
 from expunge.certificates.hashes import combine_leaves
-from expunge.certificates.record import Record, Run
-from expunge.certificates.signing import sign_bytes
-from expunge.certificates.wording import (
-    BLOCKS,
-    derive_scope,
-    find_warnings,
-    list_facts,
-    write_statement,
-)
-from expunge.display import Shown, shorten, tabulate
-from expunge.errors import InputError, UnlearningError
-from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, Execution, is_exact, method_name
+from expunge.certificates.record import OWN, Record, Run
+from expunge.certificates.signing import Signature, sign_bytes
+from expunge.certificates.wording import BLOCKS, derive_scope, find_warnings, write_statement
+from expunge.display import Shown, shorten
+from expunge.errors import UnlearningError
+from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, is_exact, method_name
 
 # A clock may be wrong, and a chain must go forward: a later request is not this much later.
 LONGEST_GAP = timedelta(days=5 * 365)
-_BLANK = "0" * 64
 
 
 class Bound(Model):
@@ -53,16 +38,6 @@ class Bound(Model):
     mu: Real | None
 
 
-class Precision(Model):
-    """What running on a real machine adds, and what it costs against exact arithmetic."""
-
-    grid: Real
-    rounding: Real
-    tail_delta: Real
-    ideal_epsilon: Real
-    epsilon_cost: Real
-
-
 class Scope(Model):
     """Plain sentences, derived from the other fields."""
 
@@ -70,14 +45,6 @@ class Scope(Model):
     not_covered: Names
     operator: Names
     void_if: Names
-
-
-class Signature(Model):
-    """Ed25519 over the canonical bytes of the certificate without this field."""
-
-    algorithm: Literal["Ed25519"]
-    public_key: Digest
-    value: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
 
 
 class Certificate(Run, Shown):
@@ -99,8 +66,6 @@ class Certificate(Run, Shown):
     retrained: Bound
     centre: Bound
     survival_bound: Annotated[float, Field(ge=0, le=1)]
-    precision: Precision
-    releases: Positive
     releasable: bool
     warnings: Names
     scope: Scope
@@ -121,10 +86,9 @@ class Certificate(Run, Shown):
         return method_name(self.recipe)
 
     @property
-    def execution(self) -> Execution:
-        """What the machine added to the account."""
-        p = self.precision
-        return Execution(rounding=p.rounding, tail_delta=p.tail_delta, releases=self.releases)
+    def releases(self) -> int:
+        """How many released noisy runs of the same old model this accounts for, together."""
+        return self.execution.releases
 
     def compute_digest(self) -> str:
         """SHA-256 of the canonical bytes without ``digest`` and ``signature``."""
@@ -136,26 +100,16 @@ class Certificate(Run, Shown):
         plain = self.model_dump(mode="json", exclude={"signature"})
         return b"expunge/certificate-1\0" + serialise(plain)
 
-    def sign(
-        self, private_key: bytes | str | Path, *, password: bytes | None = None
-    ) -> Certificate:
+    def sign(self, private_key: bytes | str | Path) -> Certificate:
         """The same certificate, signed with an Ed25519 key: PEM bytes, or a PEM file's path."""
-        signature = sign_bytes(self.signed_bytes(), private_key, password)
-        return self.model_copy(update={"signature": Signature.model_validate(signature)})
-
-    def describe_weights(self) -> dict[str, str]:
-        """The metadata of a weights file, so that file and certificate name each other."""
-        names = "epsilon", "delta", "compared_to", "method", "releasable", "digest"
-        facts = {name: serialise(getattr(self, name)).decode().strip('"') for name in names}
-        return {"format": "pt"} | {f"expunge.{name}": fact for name, fact in facts.items()}
+        return self.model_copy(update={"signature": sign_bytes(self.signed_bytes(), private_key)})
 
     def statement(self) -> str:
         """The certificate in plain language, for an auditor."""
         return write_statement(self)
 
     def __str__(self) -> str:
-        title = "Certificate of unlearning: what it claims, to be checked by expunge.verify"
-        return tabulate(title, list(list_facts(self).items()))
+        return write_statement(self)
 
 
 def certify(
@@ -184,12 +138,7 @@ def certify(
     >>> certificate.epsilon, certificate.delta, certificate.releasable
     (0.0, 0.0, True)
     """
-    if not isinstance(parent, Certificate | None):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise InputError.of(
-            "parent", parent, "a Certificate, as Certificate.load reads one, or None"
-        )
-    certificate = derive(record, delta=delta, compared_to=compared_to, releases=releases)
-    problems = list[str]()
+    problems, certificate = list[str](), derive(record, delta, compared_to, releases)
     if parent is not None:
         problems = [*check_link(certificate, parent), *check_clock(certificate.created, parent)]
     elif record.parent is not None:
@@ -199,46 +148,32 @@ def certify(
     return certificate
 
 
-def derive(
-    record: Record, *, delta: float, compared_to: ComparedTo, releases: int = 1
-) -> Certificate:
+def derive(record: Record, delta: float, compared_to: ComparedTo, releases: int) -> Certificate:
     """The certificate that follows from a record alone."""
-    ran = replace(record.execution, releases=releases)
-    ran = replace(ran, releases=max(ran.releases, record.execution.releases))
-    ran = IDEAL if is_exact(record.recipe) else ran  # exact releases do not add up
     if problems := find_contradictions(record):
         raise UnlearningError("this run cannot be certified: " + "; ".join(problems))
-    found, ideal = (
-        guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=execution)
-        for execution in (ran, Execution(releases=ran.releases))
-    )
+    ran = replace(record.execution, releases=max(releases, record.execution.releases))
+    ran = IDEAL if is_exact(record.recipe) else ran  # exact releases do not add up
+    found = guarantee(record.recipe, delta=delta, compared_to=compared_to, execution=ran)
     largest = max(found.retrained.epsilon, found.centre.epsilon)
     if not largest <= MAX_EPSILON:
         raise UnlearningError(
             f"this run certifies nothing at delta = {delta}: epsilon is {largest:g}, and above "
             f"{MAX_EPSILON:g} it says nothing; it needs more noise or smaller clips"
         )
-    precision = {
-        "grid": record.grid,
-        "rounding": ran.rounding,
-        "tail_delta": ran.tail_delta,
-        "ideal_epsilon": ideal.epsilon,
-        "epsilon_cost": max(found.epsilon - ideal.epsilon, 0.0),
-    }
     sealed = {"schema_version": 1, "record": record.sha256, "signature": None}
-    more = {"precision": precision, "releases": ran.releases}
-    return complete(record.publish() | asdict(found) | more | sealed)
+    return complete(record.publish() | asdict(found) | {"execution": asdict(ran)} | sealed)
 
 
 def derive_again(record: Record, c: Certificate) -> Certificate:
     """The certificate of this record at what ``c`` states: δ, reference, number of releases."""
-    return derive(record, delta=c.delta or 1e-5, compared_to=c.compared_to, releases=c.releases)
+    return derive(record, c.delta or 1e-5, c.compared_to, c.releases)
 
 
 def complete(plain: dict[str, Any]) -> Certificate:
     """Add what follows from the rest: scope, warnings, digest."""
-    empty = {"covered": [], "not_covered": [], "operator": [], "void_if": []}
-    blank = {"releasable": False, "warnings": [], "scope": empty, "digest": _BLANK}
+    empty = {name: [] for name in Scope.model_fields}
+    blank = {"releasable": False, "warnings": [], "scope": empty, "digest": "0" * 64}
     draft = Certificate.from_bytes(serialise(plain | blank))
     warnings = tuple(find_warnings(draft))
     releasable = not any(warning.startswith(BLOCKS) for warning in warnings)
@@ -256,8 +191,7 @@ def check_digest(c: Certificate) -> list[str]:
 def check_derived(c: Certificate) -> list[str]:
     """Fields that follow from others, and those that must agree."""
     plain = c.model_dump(mode="json")
-    chosen = plain["retrained" if c.compared_to == "retrained" else "centre"]
-    derived = complete(plain | chosen | {"theorem": THEOREMS[type(c.recipe)]})
+    derived = complete(plain | plain[c.compared_to] | {"theorem": THEOREMS[type(c.recipe)]})
     found = [
         f"{name} is {shorten(plain[name])}; the rest of the certificate gives {shorten(value)}"
         for name, value in derived.model_dump(mode="json", exclude={"digest"}).items()
@@ -271,9 +205,10 @@ def check_derived(c: Certificate) -> list[str]:
         found.append("weights.old must be given exactly for a noisy run with a parent")
     if c.sharding is not None and (c.parent is None) != (not c.sharding.trained_from):
         found.append("sharding.trained_from must be given exactly when there is a parent")
-    if c.precision.epsilon_cost != max(c.epsilon - c.precision.ideal_epsilon, 0.0):
-        found.append("precision.epsilon_cost is not epsilon - ideal_epsilon")
-    return [*found, *check_run(c, c.precision.grid, c.execution)]
+    own = c.training is None or c.training.function == OWN
+    if c.training is not None and (c.training.options if own else not c.training.built_in):
+        found.append("training.function and options must be those of the library, or withheld")
+    return [*found, *check_run(c)]
 
 
 def check_link(child: Certificate, parent: Certificate) -> list[str]:
@@ -282,19 +217,18 @@ def check_link(child: Certificate, parent: Certificate) -> list[str]:
     unsigned = parent.model_copy(update={"signature": None})  # it may have been signed since
     if child.parent not in (parent.sha256, unsigned.sha256):
         found.append(f"parent is {child.parent}, but the SHA-256 of the parent is {parent.sha256}")
-    if read_time(child.created) < read_time(parent.created):
+    if child.created < parent.created:
         found.append(f"created is {child.created}, before its parent's {parent.created}")
-    if child.start == "model" and child.weights.old != parent.weights.after:
+    released = parent.weights.after
+    if child.start == "model" and child.weights.old != released:
         found.append(
-            f"the run started from weights {child.weights.old}, but the parent released "
-            f"{parent.weights.after}"
+            f"the run started from weights {child.weights.old}, but the parent released {released}"
         )
-    if child.weights.start == parent.weights.after:
+    if child.weights.start == released:
         found.append("build() gave the parent's released model, which a request was about")
-    if child.statistics is not None:
-        ours, before = child.statistics.features, parent.statistics
-        if before is None or before.features != ours:
-            found.append("its features are not those of the parent, or that is no linear model")
+    ours, theirs = child.statistics, parent.statistics
+    if ours is not None and (theirs is None or theirs.features != ours.features):
+        found.append("its features are not those of the parent, or that is no linear model")
     return [*found, *_check_untouched(child, parent), *_check_changed(child, parent)]
 
 
@@ -303,18 +237,22 @@ def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
     ours, theirs = child.sharding, parent.sharding
     if ours is None:
         return []
-    if theirs is None or ours.seed != theirs.seed or len(ours.hashes) != len(theirs.hashes):
+    if theirs is None or ours.seed != theirs.seed or child.recipe != parent.recipe:
         return ["sharding: the parent is not of the same ensemble"]
-    empty, found = combine_leaves([]), list[str]()
+    found = list[str]()
     for k, first in enumerate(ours.trained_from):
-        now, before = ours.samples[k], theirs.samples[k]
-        one, other = ours.hashes[k], theirs.hashes[k]
+        one, now, other, before = (
+            ours.hashes[k],
+            ours.samples[k],
+            theirs.hashes[k],
+            theirs.samples[k],
+        )
         if first == 0 and (one, now) != (other, before):
             found.append(
                 f"constituent {k} is {one} of {now} samples, said to be untouched, but the "
                 f"parent's was {other} of {before}"
             )
-        elif one == other != empty and now != before:
+        elif one == other != combine_leaves([]) and now != before:
             found.append(f"constituent {k} of {now} samples is the parent's, which saw {before}")
     return found
 
@@ -322,21 +260,19 @@ def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
 def _check_changed(child: Certificate, parent: Certificate) -> list[str]:
     """A model that saw fewer samples is another. Who is named again although they left already is
     counted again, and changes nothing: then as many samples are retained as before."""
-    before = parent.retained.samples
-    fewer = child.forget.samples > 0 and child.retained.samples != before
-    ours, theirs = child.statistics, parent.statistics
-    if ours is not None:
-        same = fewer and theirs is not None and ours.digest == theirs.digest
-    elif child.sharding is not None:  # constituent by constituent, above
-        return []
+    gone, left, before = child.forget.samples, child.retained.samples, parent.retained.samples
+    fewer = gone > 0 and left != before
+    if child.sharding is not None:  # constituent by constituent, above
+        same = False
+    elif child.statistics is not None and parent.statistics is not None:
+        same = fewer and child.statistics.digest == parent.statistics.digest
     else:
         one, other = (
             c.applied[0].before if c.applied else c.weights.after for c in (child, parent)
         )
         same = one == other and (fewer or not is_exact(child.recipe))
-    said = f"it releases what its parent released, which saw {before} samples, though"
-    samples = f"{child.forget.samples} were forgotten and {child.retained.samples} are retained"
-    return [f"{said} {samples}"] if same else []
+    said = f"it releases what its parent released, which saw {before} samples, though {gone} were"
+    return [f"{said} forgotten and {left} are retained"] if same else []
 
 
 def check_clock(created: str, parent: Certificate) -> list[str]:
@@ -344,14 +280,11 @@ def check_clock(created: str, parent: Certificate) -> list[str]:
 
     Callers ask before they train; ``certify`` asks again.
     """
-    now, before = read_time(created), read_time(parent.created)
+    now, before = map(datetime.fromisoformat, (created, parent.created))
+    said = f"this machine's clock says {created}"
     if now < before:
-        return [
-            f"this machine's clock says {created}, before its parent was created ({parent.created})"
-        ]
+        return [f"{said}, before its parent was created ({parent.created})"]
     if now - before > LONGEST_GAP:
-        return [
-            f"this machine's clock says {created}, more than {LONGEST_GAP.days // 365} years after "
-            f"its parent was created ({parent.created}); is it right?"
-        ]
+        years = f"more than {LONGEST_GAP.days // 365} years after its parent was created"
+        return [f"{said}, {years} ({parent.created}); is it right?"]
     return []

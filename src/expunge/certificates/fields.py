@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self, cast
 
@@ -32,7 +33,6 @@ from expunge.errors import CertificateError, InputError
 from expunge.files import is_inside, read_limited, refuse_twice, write_atomic
 from expunge.recipes import Recipe
 
-LONGEST_NAME = 255
 LARGEST = 2**53 - 1  # beyond it a number of JSON is not the same everywhere
 
 
@@ -95,9 +95,19 @@ def _check_text(text: str) -> str:
 def _check_file(name: str) -> str:
     if not is_inside(_check_text(name)):
         raise ValueError(f"{name!r} is not the name of a file in this folder")
-    if len(name.encode()) > LONGEST_NAME:
-        raise ValueError(f"{name[:40]!r}... is longer than {LONGEST_NAME} bytes")
+    if len(name.encode()) > 255:
+        raise ValueError(f"{name[:40]!r}... is longer than 255 bytes")
     return name
+
+
+def _check_time(text: str) -> str:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        time = datetime.min
+    if time.tzinfo is not UTC or time.isoformat(timespec="seconds") != text:
+        raise ValueError(f"{text!r} must be a time in UTC, as 2026-01-01T00:00:00+00:00")
+    return text
 
 
 def _read_seed(seed: object) -> object:
@@ -129,6 +139,7 @@ def read_plain(value: Any) -> Any:
 
 
 Text = Annotated[str, AfterValidator(_check_text)]
+Time = Annotated[str, AfterValidator(_check_time)]  # one spelling: in order as text is
 FileName = Annotated[str, AfterValidator(_check_file)]
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Real = Annotated[float, Field(ge=0)]

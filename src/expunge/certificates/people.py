@@ -5,15 +5,13 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import model_validator
 
 from expunge.certificates.fields import Count, Digest, Model
 from expunge.data.people import read_people
 from expunge.errors import InputError
-
-ALGORITHM = "sha256-salted-set-1"
 
 
 class Commitment(Model):
@@ -31,7 +29,6 @@ class Commitment(Model):
     samples: Count
     salt: Digest | None = None
     leaves: tuple[Digest, ...] | None = None
-    algorithm: Literal["sha256-salted-set-1"] = ALGORITHM
 
     @model_validator(mode="after")
     def _check_leaves(self) -> Commitment:
@@ -66,9 +63,10 @@ def opens(commitment: Commitment, people: Iterable[Any]) -> bool:
     >>> opens(commit(["a", "b"], 2), ["b", "a"]), opens(commit(["a"], 1), ["b"])
     (True, False)
     """
-    salt = _read_salt(commitment)
-    found = sorted(_hash_each(people, salt).values())
-    return (_combine(found, salt), len(found)) == (commitment.root, commitment.count)
+    if commitment.salt is None:
+        raise InputError("salt is withheld in this commitment; open the one in the record instead")
+    found = sorted(_hash_each(people, commitment.salt).values())
+    return (_combine(found, commitment.salt), len(found)) == (commitment.root, commitment.count)
 
 
 def find_members(commitment: Commitment, people: Iterable[Any]) -> list[str]:
@@ -77,16 +75,10 @@ def find_members(commitment: Commitment, people: Iterable[Any]) -> list[str]:
     >>> find_members(commit(["a", "b"], 2, leaves=True), ["b", "c"])
     ['b']
     """
-    if commitment.leaves is None:
+    if commitment.leaves is None or commitment.salt is None:
         raise InputError("leaves are not in this commitment; open the one in the record instead")
-    leaves, each = set(commitment.leaves), _hash_each(people, _read_salt(commitment))
+    leaves, each = set(commitment.leaves), _hash_each(people, commitment.salt)
     return [name for name, leaf in each.items() if leaf.hex() in leaves]
-
-
-def _read_salt(commitment: Commitment) -> str:
-    if commitment.salt is None:
-        raise InputError("salt is withheld in this commitment; open the one in the record instead")
-    return commitment.salt
 
 
 def _hash_each(people: Iterable[Any], salt: str) -> dict[str, bytes]:

@@ -30,6 +30,7 @@ from expunge.certificates.fields import (
     RecipeField,
     Seed,
     Text,
+    Time,
 )
 from expunge.certificates.people import Commitment
 from expunge.recipes import IDEAL, Execution
@@ -95,6 +96,11 @@ class TrainingRun(Model):
     options: Plain = Field(default_factory=dict)
     examples: Count
     validation: Count | None = None
+
+    @property
+    def built_in(self) -> bool:
+        """Whether it is the library's own: then its name quotes nobody."""
+        return self.function.startswith("expunge.")
 
 
 class Noise(Model):
@@ -188,12 +194,13 @@ class Run(Document):
     """What record and certificate both say.
 
     ``parameters`` counts the certified ones; ``seed`` is the public one of ``build()``, batches and
-    training. ``start``: "model" for a noisy run from the old one,
-    "centre" for its control, which never saw it, "build" for exact methods. ``origin``: what the
-    centre of a noisy run is, ``build()``'s tensors or zero. ``buffers`` names running statistics
-    that were estimated on retained data, ``missing`` trainable tensors that the old model lacks
-    (they start at the centre), ``unchanged`` tensors that the operator says the old training never
-    touched. ``parent`` is the SHA-256 of the certificate of the release before.
+    training. ``start``: "model" for a noisy run from the old one, "centre" for its control, which
+    never saw it, "build" for exact methods. ``origin``: what the centre of a noisy run is,
+    ``build()``'s tensors or zero; ``grid`` its power-of-two grid (0: none) and ``execution`` what
+    the machine added to the account. ``buffers`` names running statistics that were estimated on
+    retained data, ``missing`` trainable tensors that the old model lacks (they start at the
+    centre), ``unchanged`` tensors that the operator says the old training never touched. ``parent``
+    is the SHA-256 of the certificate of the release before.
     """
 
     recipe: RecipeField
@@ -207,6 +214,8 @@ class Run(Document):
     weights: Weights
     training: TrainingRun | None = None
     noise: Noise = Field(default_factory=Noise)
+    grid: Real = 0.0
+    execution: Execution = IDEAL
     buffers: Names = ()
     missing: Names = ()
     unchanged: Names = ()
@@ -215,16 +224,15 @@ class Run(Document):
     applied: tuple[Applied, ...] = ()
     resumed: Count = 0
     environment: Environment
-    created: Text
+    created: Time
     parent: Digest | None = None
 
 
 class Record(Run):
     """Everything needed to recompute the guarantee, and what the run worked on.
 
-    ``grid`` is the power-of-two grid of a noisy run (0: none); ``execution`` what the machine added
-    to the account; ``earlier`` the requests of all releases before, by which a later run finds
-    people who came back; ``salt`` is that of the hashes of code.
+    ``earlier`` are the requests of all releases before, by which a later run finds people who came
+    back; ``salt`` is that of the hashes of code.
 
     >>> from expunge.certificates.people import commit
     >>> from expunge.recipes import Retraining
@@ -240,9 +248,7 @@ class Record(Run):
     most_bytes: ClassVar[int] = 1_000_000_000
     private: ClassVar[bool] = True
     environment: Environment = Field(default_factory=Environment)
-    created: Text = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
-    grid: Real = 0.0
-    execution: Execution = IDEAL
+    created: Time = Field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     trace: Trace | None = None
     earlier: tuple[Commitment, ...] = ()
     salt: Digest = Field(default_factory=lambda: secrets.token_hex(32))
@@ -260,8 +266,8 @@ class Record(Run):
             plain[name] |= {"salt": None, "leaves": None}
         if self.start != "model" or self.parent is None:
             plain["weights"]["old"] = None
-        if self.training is not None and not self.training.function.startswith("expunge."):
-            plain["training"]["function"] = OWN
+        if self.training is not None and not self.training.built_in:
+            plain["training"] |= {"function": OWN, "options": {}}
         if self.sharding is not None and self.parent is None:
             plain["sharding"]["trained_from"] = []
         return plain

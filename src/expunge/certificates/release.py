@@ -53,7 +53,7 @@ class Release:
     record: Record
     tensors: Mapping[str, Any]
     files: Files = field(default_factory=dict[str, bytes])
-    relist: Callable[[Any], Contents] | None = None
+    relist: Callable[[Any], Contents] = Contents
     saving: Callable[[Path, bytes], AbstractContextManager[None]] | None = None
 
     def __repr__(self) -> str:
@@ -75,13 +75,12 @@ class Release:
         _check_releases(target, self)
         around = nullcontext() if self.saving is None else self.saving(target, certificate)
         with around, new_folder(target) as place:
-            write_safetensors(place / WEIGHTS, self.tensors, self.certificate.describe_weights())
-            for name, data in self.files.items():
+            for name, data in {WEIGHTS: self.tensors, **self.files}.items():
                 (place / name).parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(data, bytes):
                     write_atomic(place / name, data)
                 else:
-                    write_safetensors(place / name, data, self.certificate.describe_weights())
+                    write_safetensors(place / name, data, {"format": "pt"})
             write_atomic(place / CERTIFICATE, certificate)
             if self.certificate.weights.adapter is not None:  # it may be published by itself
                 write_atomic(place / "adapter" / CERTIFICATE, certificate)
@@ -105,19 +104,15 @@ class Release:
         """
         if not isinstance(note, str) or not note.strip() or not is_visible(note):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError.of("note", note, "a few words in one line: what was done")
-        if self.relist is None:
-            raise InputError("this release has no model whose tensors could be listed again")
         self._check_weights()
         own = copy.deepcopy(self.model)
         changed = function(own)
         model = own if changed is None else changed
-        contents = self.relist(model)
-        after = hash_tensors(contents.tensors)
-        step = Applied(note=note, before=self.record.weights.after, after=after)
-        weights = self.record.weights.model_copy(update=describe_contents(contents, after))
-        record = self.record.model_copy(
-            update={"weights": weights, "applied": (*self.record.applied, step)}
-        )
+        contents, before = self.relist(model), self.record.weights
+        weights = before.model_copy(update=describe_contents(contents))
+        step = Applied(note=note, before=before.after, after=weights.after)
+        applied = (*self.record.applied, step)
+        record = self.record.model_copy(update={"weights": weights, "applied": applied})
         certificate = derive_again(record, self.certificate)
         made = {"model": model, "certificate": certificate, "record": record}
         return replace(self, **made, tensors=contents.tensors, files=contents.files)
@@ -128,17 +123,25 @@ def _check_releases(target: Path, release: Release) -> None:
 
     Releases of one noisy run (moved, copied, quantised) count once.
     """
-    own, others = release.record, dict[str, Path]()
-    if own.start != "model" or own.weights.old is None:
+    own, others = release.record, dict[str | None, Path]()
+    if own.start != "model":
         return
     for place in target.parent.glob(f"*/{RECORD}"):
-        run = _read_noisy(place)
-        if run is None:
+        try:
+            stated = Certificate.load(place.with_name(CERTIFICATE))
+        except ExpungeError:
+            continue  # nothing that was released
+        if stated.start != "model":
             continue
-        noisy = run.weights.noisy
-        same = run.start == "model" and run.weights.old == own.weights.old
-        if same and noisy not in (None, own.weights.noisy):
-            others[noisy] = place.parent
+        try:
+            check_record(stated, record := Record.load(place), place.parent)
+        except ExpungeError as error:
+            raise InputError(
+                f"{place.parent} is a noisy run and cannot be counted: {error}; move it elsewhere "
+                "if it is of another old model"
+            ) from None
+        if record.weights.old == own.weights.old and record.weights.noisy != own.weights.noisy:
+            others[record.weights.noisy] = place.parent
     if (count := 1 + len(others)) > release.certificate.releases:
         raise InputError(
             f"{next(iter(others.values()))} is a noisy run of the same old model; together they "
@@ -147,33 +150,13 @@ def _check_releases(target: Path, release: Release) -> None:
         )
 
 
-def _read_noisy(place: Path) -> Record | None:
-    """The record of another run. One that cannot be read, or is not its certificate's, is refused
-    where that certificate is of a noisy run: the sum would lack it; what else lies there is not
-    looked at."""
-    certificate = place.with_name(CERTIFICATE)
-    try:
-        stated = Certificate.load(certificate) if certificate.exists() else None
-    except ExpungeError:
-        stated = None
-    try:
-        record = Record.load(place)
-        if stated is not None and stated.start == "model":
-            check_record(stated, record, place.parent)
-    except ExpungeError as error:
-        if stated is None or stated.start != "model":
-            return None
-        raise InputError(
-            f"{place.parent} is a noisy run and cannot be counted: {error}; move it elsewhere if "
-            "it is of another old model"
-        ) from None
-    return record
-
-
 def describe_contents(contents: Contents, after: str | None = None) -> dict[str, Any]:
     """The fields of ``Weights`` that say what is released: after, files, adapter."""
-    plain = {name: data for name, data in contents.files.items() if isinstance(data, bytes)}
-    files = {name: hashlib.sha256(data).hexdigest() for name, data in plain.items()}
+    files = {
+        name: hashlib.sha256(data).hexdigest()
+        for name, data in contents.files.items()
+        if isinstance(data, bytes)
+    }
     after = hash_tensors(contents.tensors) if after is None else after
     return {"after": after, "files": files, "adapter": contents.adapter}
 

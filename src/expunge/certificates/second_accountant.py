@@ -23,15 +23,11 @@ from mpmath import MPContext
 
 from expunge.recipes import (
     ComparedTo,
-    ExactRecipe,
     Execution,
     GradientClipping,
-    LinearModel,
     ModelClipping,
     OutputPerturbation,
     Recipe,
-    Retraining,
-    Sharding,
     list_restarts,
     schedule,
 )
@@ -44,40 +40,18 @@ _DECIMAL = decimal.Context(
 Number = Any
 
 
-def make_context(digits: int = 50) -> MPContext:
+def make_context() -> MPContext:
     """An mpmath context of our own, so that nobody else's precision changes ours."""
     context = MPContext()
-    context.dps = digits
+    context.dps = 50
     return context
-
-
-def recompute_mu(recipe: Recipe, compared_to: ComparedTo, execution: Execution) -> Number | None:
-    """μ of the whole run in 50 digits; None for model clipping, which is not accounted in GDP.
-
-    >>> from expunge.recipes import IDEAL
-    >>> float(recompute_mu(OutputPerturbation(start_clip=1.0, noise_std=4.0), "retrained", IDEAL))
-    0.5
-    """
-    mp = make_context()
-    starts = 2 if compared_to == "retrained" else 1
-    match recipe:
-        case Retraining() | LinearModel() | Sharding():
-            return mp.mpf(0)
-        case ModelClipping():
-            return None
-        case OutputPerturbation(start_clip=C0, noise_std=sigma):
-            square = _divide(mp, (starts * mp.mpf(C0)) ** 2, mp.mpf(sigma) ** 2)
-        case GradientClipping():
-            with decimal.localcontext(_DECIMAL):
-                exact = _gradient_clipping(recipe, starts, execution.rounding)
-            square = mp.inf if exact.is_infinite() else mp.mpf(str(exact))
-    return mp.sqrt(square * execution.releases)
 
 
 def recompute(
     recipe: Recipe, compared_to: ComparedTo, execution: Execution
 ) -> tuple[Number | None, Callable[[Number], Number]]:
-    """μ, and δ as a function of ε in 50 digits, with the sampler's tail: δ + n (1 + e^ε) tail.
+    """μ of the whole run (None for model clipping, which is not accounted in GDP), and δ as a
+    function of ε, with the sampler's tail: δ + n (1 + e^ε) tail.
 
     δ is remembered for every ε it was asked at.
 
@@ -88,19 +62,27 @@ def recompute(
     (1.414213562, 0.286208212)
     """
     mp, n = make_context(), execution.releases
-    mu = recompute_mu(recipe, compared_to, execution)
-    tail = n * mp.mpf(execution.tail_delta)
+    starts = 2 if compared_to == "retrained" else 1
+    match recipe:
+        case ModelClipping():
+            mu = None
+        case OutputPerturbation(start_clip=C0, noise_std=sigma):
+            mu = mp.sqrt(n) * _divide(mp, starts * mp.mpf(C0), mp.mpf(sigma))
+        case GradientClipping():
+            with decimal.localcontext(_DECIMAL):
+                square = _gradient_clipping(recipe, starts, execution.rounding)
+            mu = mp.inf if square.is_infinite() else mp.sqrt(n * mp.mpf(str(square)))
+        case _:  # exact
+            return mp.mpf(0), lambda _: mp.mpf(0)
 
     @functools.cache
     def delta_at(epsilon: Number) -> Number:
-        if isinstance(recipe, ExactRecipe):
-            return mp.mpf(0)
         epsilon = mp.mpf(epsilon)
         if isinstance(recipe, ModelClipping):
-            value = n * _model_clipping(mp, recipe, epsilon / n, compared_to)
+            value = n * _model_clipping(mp, recipe, epsilon / n, starts)
         else:
-            value = theta(mp, epsilon, mp.mpf(mu))
-        return min(value + (1 + mp.exp(epsilon)) * tail, mp.mpf(1))
+            value = theta(mp, epsilon, mu)
+        return min(value + (1 + mp.exp(epsilon)) * n * mp.mpf(execution.tail_delta), mp.mpf(1))
 
     return mu, delta_at
 
@@ -119,15 +101,11 @@ def theta(mp: MPContext, epsilon: Number, r: Number) -> Number:
     digits = mp.dps
     while True:
         with mp.workdps(digits):
-            first = _ndtr(mp, r / 2 - epsilon / r)
-            value = first - mp.exp(epsilon) * _ndtr(mp, -r / 2 - epsilon / r)
+            first = mp.ncdf(r / 2 - epsilon / r)
+            value = first - mp.exp(epsilon) * mp.ncdf(-r / 2 - epsilon / r)
             if value > first * mp.mpf(10) ** (20 - digits):
                 return +value
         digits *= 2
-
-
-def _ndtr(mp: MPContext, x: Number) -> Number:
-    return mp.erfc(-x / mp.sqrt(2)) / 2
 
 
 def _divide(mp: MPContext, top: Number, bottom: Number) -> Number:
@@ -144,12 +122,11 @@ def _gradient_clipping(recipe: GradientClipping, starts: int, rounding: float) -
     T, R, D = recipe.steps, recipe.model_clip, starts * Decimal(recipe.start_clip)
     if D == 0:
         return D
-    rates, sigmas = schedule(recipe.learning_rate, T), schedule(recipe.noise_std, T)
+    rates = [Decimal(rate) for rate in schedule(recipe.learning_rate, T).tolist()]
     decay, clip = Decimal(recipe.weight_decay), Decimal(recipe.grad_clip)
-    extra = Decimal(rounding)
-    rho = [1 - Decimal(rate) * decay for rate in rates.tolist()]
-    s = [clip if clip.is_infinite() else 2 * Decimal(r) * clip + extra for r in rates.tolist()]
-    variances = [Decimal(sigma) ** 2 for sigma in sigmas.tolist()]
+    rho = [1 - rate * decay for rate in rates]
+    s = [clip if clip.is_infinite() else 2 * r * clip + Decimal(rounding) for r in rates]
+    variances = [Decimal(sigma) ** 2 for sigma in schedule(recipe.noise_std, T).tolist()]
     best = _best_prefix(rho, s, variances, D, Decimal(recipe.start_noise_std) ** 2)
     if R is not None and math.isfinite(R):
         equal = isinstance(recipe.learning_rate, float) and isinstance(recipe.noise_std, float)
@@ -201,9 +178,7 @@ def _find_restart(rho: Array, s: Array, variances: Array, *, R: float) -> tuple[
     return found
 
 
-def _model_clipping(
-    mp: MPContext, recipe: ModelClipping, epsilon: Number, compared_to: ComparedTo
-) -> Number:
+def _model_clipping(mp: MPContext, recipe: ModelClipping, epsilon: Number, starts: int) -> Number:
     """δ_T of one run at ε: the recursion, and against the centre also from its first step.
 
     With r = 2 C2/σ_t; δ_0 = 1, or θ_ε(D/σ0) after initial noise; θ_ε(C2/σ_0) against the centre.
@@ -212,10 +187,10 @@ def _model_clipping(
     ratios = [_divide(mp, 2 * C2, mp.mpf(sigma)) for sigma in sigmas]
     start = mp.mpf(1)
     if recipe.start_clip is not None:
-        D = (2 if compared_to == "retrained" else 1) * mp.mpf(recipe.start_clip)
-        start = theta(mp, epsilon, _divide(mp, D, mp.mpf(recipe.start_noise_std)))
+        D, sigma = starts * mp.mpf(recipe.start_clip), mp.mpf(recipe.start_noise_std)
+        start = theta(mp, epsilon, _divide(mp, D, sigma))
     value = _mix(mp, start, epsilon, ratios)
-    if compared_to == "centre":
+    if starts == 1:
         first = theta(mp, epsilon, ratios[0] / 2)
         value = min(value, _mix(mp, first, epsilon, ratios[1:]))
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -17,7 +17,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
     load_pem_public_key,
 )
+from pydantic import Field
 
+from expunge.certificates.fields import Digest, Model
 from expunge.errors import InputError
 from expunge.files import read_limited, write_atomic
 
@@ -33,15 +35,33 @@ _SMALL_ORDER = frozenset(
 ) | {0, 1, _P - 1}
 
 
+class Signature(Model):
+    """Ed25519 over the canonical bytes of the certificate without this field."""
+
+    algorithm: Literal["Ed25519"]
+    public_key: Digest
+    value: Annotated[str, Field(pattern="^[0-9a-f]{128}$")]
+
+    def matches(self, message: bytes) -> bool:
+        """Whether the key signed this message, and is one under which that means something."""
+        raw = bytes.fromhex(self.public_key)
+        y = int.from_bytes(raw, "little") % 2**255  # without the sign of x
+        if y >= _P or y in _SMALL_ORDER:
+            return False
+        try:
+            Ed25519PublicKey.from_public_bytes(raw).verify(bytes.fromhex(self.value), message)
+        except (InvalidSignature, ValueError):
+            return False
+        return True
+
+
 def generate_key_pair() -> tuple[bytes, bytes]:
     """A fresh Ed25519 key pair as PEM: (private, public).
 
     >>> private, public = generate_key_pair()
     >>> signature = sign_bytes(b"message", private)
-    >>> matches(signature["value"], signature["public_key"], b"message")
-    True
-    >>> read_public_key(public) == signature["public_key"]
-    True
+    >>> signature.matches(b"message"), read_public_key(public) == signature.public_key
+    (True, True)
     """
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -81,61 +101,31 @@ def fingerprint(public_key: str) -> str:
     return "sha256:" + hashlib.sha256(bytes.fromhex(public_key)).hexdigest()
 
 
-def sign_bytes(
-    message: bytes, private_key: bytes | str | Path, password: bytes | None = None
-) -> dict[str, str]:
-    """The certificate's ``signature`` field for this message."""
-    key: Ed25519PrivateKey = _load("private key", private_key, Ed25519PrivateKey, password)
-    return {
-        "algorithm": "Ed25519",
-        "public_key": key.public_key().public_bytes_raw().hex(),
-        "value": key.sign(message).hex(),
-    }
+def sign_bytes(message: bytes, private_key: bytes | str | Path) -> Signature:
+    """The signature of this message."""
+    key: Ed25519PrivateKey = _load("private key", private_key, Ed25519PrivateKey)
+    public = key.public_key().public_bytes_raw().hex()
+    return Signature(algorithm="Ed25519", public_key=public, value=key.sign(message).hex())
 
 
 def read_public_key(public_key: bytes | str | Path) -> str:
     """The raw Ed25519 key in hexadecimal, from PEM bytes or the path of a PEM file."""
-    found = _load("public key", public_key, Ed25519PublicKey).public_bytes_raw().hex()
-    if is_degenerate(found):
-        raise InputError.of("public key", found, "a point of large order: this one binds nobody")
-    return found
+    return _load("public key", public_key, Ed25519PublicKey).public_bytes_raw().hex()
 
 
-def is_degenerate(public_key: str) -> bool:
-    """Whether a raw key in hexadecimal is of small order or not in canonical form.
-
-    >>> is_degenerate("01" + "00" * 31), is_degenerate(read_public_key(generate_key_pair()[1]))
-    (True, False)
-    """
-    y = int.from_bytes(bytes.fromhex(public_key), "little") % 2**255  # without the sign of x
-    return y >= _P or y in _SMALL_ORDER
-
-
-def matches(value: str, public_key: str, message: bytes) -> bool:
-    """Whether ``value`` is this key's signature of the message."""
-    if is_degenerate(public_key):
-        return False
-    try:
-        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(public_key))
-        key.verify(bytes.fromhex(value), message)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
-
-
-def _load(what: str, given: bytes | str | Path, kind: type, password: bytes | None = None) -> Any:
+def _load(what: str, given: bytes | str | Path, kind: type) -> Any:
     """The key of this kind, from PEM bytes or a PEM file."""
     pem = given if isinstance(given, bytes) else read_limited(given, MAX_KEY_BYTES, what)
     private = kind is Ed25519PrivateKey
     try:
-        key = load_pem_private_key(pem, password) if private else load_pem_public_key(pem)
+        key = load_pem_private_key(pem, None) if private else load_pem_public_key(pem)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
+        key = str(error).split("\n")[0].split(". See ")[0].rstrip(".")
+    if not isinstance(key, kind):
         name = "" if isinstance(given, bytes) else f"{given} "
-        reason = str(error).split("\n")[0].split(". See ")[0].rstrip(".")
+        reason = key if isinstance(key, str) else type(key).__name__
         raise InputError(
             f"{what} {name}cannot be used ({reason}); it must be an Ed25519 key in PEM format, as "
             "expunge keygen writes it"
-        ) from None
-    if not isinstance(key, kind):
-        raise InputError.of(what, type(key).__name__, "an Ed25519 key in PEM format")
+        )
     return key

@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from types import CodeType
 from typing import Any, cast
 
@@ -129,10 +130,10 @@ def _name(value: Any) -> str:
 def _is_installed(value: Any) -> bool:
     """Whether this is code of Python or of an installed package."""
     module = sys.modules.get(str(getattr(value, "__module__", "builtins")))
-    file = getattr(module, "__file__", None)
     if module is None or module.__name__ == "__main__":
         return False
+    file = getattr(module, "__file__", None)
     if file is None or module.__name__.partition(".")[0] == "expunge":
         return True
-    paths = sysconfig.get_paths()
-    return any(file.startswith(paths[name]) for name in ("stdlib", "purelib", "platlib"))
+    packages = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return bool(packages) or file.startswith(sysconfig.get_path("stdlib"))

@@ -9,50 +9,52 @@ at is said too.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from expunge.certificates.certificate import (
+    Bound,
     Certificate,
     check_derived,
     check_digest,
     check_link,
     derive_again,
 )
-from expunge.certificates.hashes import combine_leaves, hash_parts, read_leaves, serialise_header
+from expunge.certificates.hashes import combine_leaves, read_leaves
 from expunge.certificates.people import opens
-from expunge.certificates.record import Record
+from expunge.certificates.record import Record, Sharding
 from expunge.certificates.release import CERTIFICATE, RECORD, WEIGHTS
 from expunge.certificates.second_accountant import recompute
-from expunge.certificates.signing import fingerprint, matches, read_public_key
+from expunge.certificates.signing import fingerprint, read_public_key
 from expunge.certificates.wording import BLOCKS
 from expunge.display import Shown, clean, shorten, tabulate
 from expunge.errors import InputError, UnlearningError, VerificationError
 from expunge.files import read_limited
-from expunge.recipes import Execution, is_exact
+from expunge.recipes import ComparedTo, is_exact
 
 ADAPTER = "adapter_model.safetensors"
 # A claim may be below 50 digits by the error of a float search, and above by this much.
 BELOW, ABOVE = 1e-10, 1e-6
-# An epsilon this small is as good as zero: how far above the truth it is does not matter.
-_NEGLIGIBLE = 1e-9
+# These have checks of their own; the last digits of numbers differ from machine to machine.
+_ELSEWHERE = {"epsilon", "mu", "retrained", "centre", "survival_bound"}
+_ELSEWHERE |= {"digest", "record", "signature"}
+_NEGLIGIBLE = 1e-9  # as good as zero: how far above the truth it is does not matter
 OTHER_FILES = "other files in this folder: "
 # What a program would load as weights, configuration or code if it lay beside a release.
 _LOADED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".h5"),
     *(".keras", ".msgpack", ".onnx", ".gguf", ".npz", ".npy", ".index.json", ".py", ".pyc", ".so"),
     *(".ot", ".pb", ".tflite", ".pt2", ".dill", ".hdf5", ".zip", ".tar", ".pyd", ".dll", ".dylib"),
-    *(".pte", ".ptl", ".nemo", ".mar"),
+    *(".pte", ".ptl", ".nemo", ".mar", ".gz", ".tgz", ".sav"),
 )
 _LOADED_NAMES = (
     *("config.json", "adapter_config.json", "generation_config.json", "adapter", "modules.json"),
-    *("model_index.json", "manifest.json", "estimator.json"),
+    *("model_index.json", "manifest.json", "estimator.json", "constituents"),
 )
 _MOST_FILES = 1000  # of a folder beside a release that nobody asked about
 
@@ -142,36 +144,25 @@ def _check_certificate(found: Verification) -> None:
     c = found.certificate
     found.add("its bytes are canonical and have the digest it states", check_digest(c))
     found.add("every sentence and field follows from the others", check_derived(c))
-    found.add("every number was computed a second time", _check_numbers(c))
-
-
-def _check_numbers(certificate: Certificate) -> list[str]:
-    """Every ε, μ and probability against 50 digits; what cannot be recomputed does not hold."""
     try:
-        return _compare_numbers(certificate)
+        wrong = _compare_numbers(c)
     except (ArithmeticError, ValueError, RecursionError, MemoryError) as error:
         kind = type(error).__name__
-        return [f"the guarantee cannot be recomputed for this recipe ({kind}: {shorten(error)})"]
+        wrong = [f"the guarantee cannot be recomputed for this recipe ({kind}: {shorten(error)})"]
+    found.add("every number was computed a second time", wrong)
 
 
-def _compare_numbers(certificate: Certificate) -> list[str]:
-    """Never below 50 digits, and not needlessly above."""
-    c, found = certificate, list[str]()
-    recompute_once = functools.cache(recompute)
-    sides: list[tuple[Literal["retrained", "centre"], Any]]
-    sides = [("retrained", c.retrained), ("centre", c.centre)]
+def _compare_numbers(c: Certificate) -> list[str]:
+    """Every ε, μ and probability: never below 50 digits, and not needlessly above."""
+    found = list[str]()
+    sides: list[tuple[ComparedTo, Bound]] = [("retrained", c.retrained), ("centre", c.centre)]
     for side, bound in sides:
-        mu, delta_at = recompute_once(c.recipe, side, c.execution)
+        mu, delta_at = recompute(c.recipe, side, c.execution)
         found += _compare_epsilon(f"{side}.epsilon", bound.epsilon, c.delta, delta_at)
-        if (mu is None) != (bound.mu is None):
-            found.append(f"{side}.mu is {bound.mu!r}; it must be {mu}")
-        elif mu is not None:
-            found += _compare_value(f"{side}.mu", bound.mu, mu)
+        found += _compare_value(f"{side}.mu", bound.mu, mu)
         if side == "centre":
             found += _compare_value("survival_bound", c.survival_bound, delta_at(0))
-    _, delta_at = recompute_once(c.recipe, c.compared_to, Execution(releases=c.releases))
-    claimed = c.precision.ideal_epsilon
-    return found + _compare_epsilon("precision.ideal_epsilon", claimed, c.delta, delta_at)
+    return found
 
 
 def _compare_epsilon(
@@ -180,15 +171,19 @@ def _compare_epsilon(
     """δ(ε) ≤ δ, and δ(ε (1 - above)) > δ unless ε is as good as zero."""
     if delta_at(claimed * (1 + BELOW)) > delta * (1 + BELOW):
         return [f"{name} is {claimed!r}, which is too small: the run gives more at this delta"]
-    if claimed > _NEGLIGIBLE and delta_at(claimed * (1 - ABOVE)) <= delta:
+    if claimed > (_NEGLIGIBLE if delta else 0) and delta_at(claimed * (1 - ABOVE)) <= delta:
         return [f"{name} is {claimed!r}, which is not what the run gives: a smaller one holds"]
     return []
 
 
-def _compare_value(name: str, claimed: float, truth: Any) -> list[str]:
-    if truth * (1 - BELOW) <= claimed <= truth * (1 + ABOVE) + 1e-300:
-        return []
-    return [f"{name} is {claimed!r}; the recipe gives {float(truth)!r}"]
+def _compare_value(name: str, claimed: float | None, truth: Any) -> list[str]:
+    if claimed is None or truth is None:
+        same = claimed is truth
+    else:
+        least = 1e-300 if truth else 0  # a truth below all floats is rounded up
+        same = truth * (1 - BELOW) <= claimed <= truth * (1 + ABOVE) + least
+    shown = None if truth is None else float(truth)
+    return [] if same else [f"{name} is {claimed!r}; the recipe gives {shown!r}"]
 
 
 def _check_signature(found: Verification, key: bytes | str | Path | None) -> None:
@@ -205,7 +200,7 @@ def _check_signature(found: Verification, key: bytes | str | Path | None) -> Non
         found.skip("whose key signed it: no expected key was given")
     elif expected != signature.public_key:
         problems.append(f"{said}, not by the expected {fingerprint(expected)}")
-    if not matches(signature.value, signature.public_key, found.certificate.signed_bytes()):
+    if not signature.matches(found.certificate.signed_bytes()):
         problems.append("the signature does not match the certificate")
     found.add(said, problems)
 
@@ -214,30 +209,28 @@ def _check_record(
     found: Verification, path: Path, record: str | Path | None, people: Iterable[Any] | None
 ) -> None:
     """The whole certificate, derived from the record again, and every field that differs."""
-    place = path.with_name(RECORD) if record is None else _find(record, RECORD)
+    c, place = (
+        found.certificate,
+        path.with_name(RECORD) if record is None else _find(record, RECORD),
+    )
     if record is None and not place.exists():
         if people is not None:
             raise InputError("people are given, and there is no record to compare them with")
         found.skip("the run record: it stays with the operator")
         return
-    kept = Record.load(place)
-    wrong = _compare_record(found.certificate, kept)
+    kept, wrong = Record.load(place), list[str]()
+    if kept.sha256 != c.record:
+        wrong.append(f"record is {c.record}, but the record's hash is {kept.sha256}")
+    try:
+        again = derive_again(kept, c)
+        ours, theirs = (one.model_dump(mode="json", exclude=_ELSEWHERE) for one in (again, c))
+        wrong += _name_differences(theirs, ours)
+    except (UnlearningError, InputError) as error:
+        wrong.append(f"record: {error}")
     found.add("the certificate follows from the run record", wrong)
     if people is not None:
-        wrong = "the request was not about the people who were given"
-        found.add(wrong.replace("not ", ""), [] if opens(kept.forget, people) else [wrong])
-
-
-def _compare_record(c: Certificate, record: Record) -> list[str]:
-    found = list[str]()
-    if record.sha256 != c.record:
-        found.append(f"record is {c.record}, but the record's hash is {record.sha256}")
-    try:
-        derived = derive_again(record, c)
-    except (UnlearningError, InputError) as error:
-        return [*found, f"record: {error}"]
-    ours, theirs = (one.model_dump(mode="json", exclude=_ELSEWHERE) for one in (derived, c))
-    return [*found, *_name_differences(theirs, ours)]
+        other = "the request was not about the people who were given"
+        found.add(other.replace("not ", ""), [] if opens(kept.forget, people) else [other])
 
 
 def _name_differences(theirs: Any, ours: Any, at: str = "") -> list[str]:
@@ -249,125 +242,108 @@ def _name_differences(theirs: Any, ours: Any, at: str = "") -> list[str]:
     return [] if same else [f"{at} is {shorten(theirs)}, but the record gives {shorten(ours)}"]
 
 
-# These are computed a second time, and their last digits differ from machine to machine.
-_ELSEWHERE: Any = {
-    **dict.fromkeys(("epsilon", "mu", "retrained", "centre", "survival_bound"), True),
-    **dict.fromkeys(("digest", "record", "signature"), True),
-    "precision": {"ideal_epsilon", "epsilon_cost"},
-}
-
-
 def _check_files(found: Verification, path: Path, weights: str | Path | None) -> None:
     """The weights, what belongs to them, and what else a program might load."""
     c, place = found.certificate, path.parent if weights is None else Path(weights)
-    folder, file = (place, WEIGHTS) if place.is_dir() else (place.parent, place.name)
-    alone = weights is None and (folder / ADAPTER).exists()  # an adapter published by itself
-    stated = {} if alone else {file: c.weights.after}
+    folder, whole = (place, WEIGHTS) if place.is_dir() else (place.parent, place.name)
+    tensors = {whole: c.weights.after}
     if c.weights.adapter is not None:
-        stated[f"adapter/{ADAPTER}"] = c.weights.adapter.hash
-    paths = {
-        name: folder / name.removeprefix("adapter/" if alone else "")
-        for name in (*stated, *c.weights.files)
-        if name.startswith("adapter/") or not alone
-    }
-    for name, place in paths.items():
-        if not place.exists() and not (name == file and weights is not None):
+        tensors[f"adapter/{ADAPTER}"] = c.weights.adapter.hash
+    places = {name: folder / name for name in (*tensors, *c.weights.files)}
+    if weights is None and (folder / ADAPTER).exists():  # an adapter published by itself
+        inner = [name for name in places if name.startswith("adapter/")]
+        places = {name: folder / name.removeprefix("adapter/") for name in inner}
+        if c.weights.adapter is not None:
+            found.skip(f"the base of the adapter, {c.weights.adapter.base}: not here")
+    for name, file in places.items():
+        if not file.exists() and (weights is None or name != whole):
             found.skip(f"{name}: the certificate names it, and it is not here")
-        elif name in stated:
-            problems = _check_tensors(c, place, stated[name], whole=name == file)
-            found.add(f"{name} has the hash {stated[name]}", problems)
+        elif name in tensors:
+            problems = _check_tensors(c, file, tensors[name], whole=name == whole)
+            found.add(f"{name} has the hash {tensors[name]}", problems)
         else:
-            digest = hashlib.sha256(read_limited(place, c.most_bytes, "file")).hexdigest()
-            wrong = f"{name} has hash {digest}, not {c.weights.files[name]}"
-            same = digest == c.weights.files[name]
-            found.add(f"{name} is the certificate's", [] if same else [wrong])
-    if alone and c.weights.adapter is not None:
-        found.skip(f"the base of the adapter, {c.weights.adapter.base}: not here")
-    if weights is not None and Path(weights).is_file():
-        return  # whoever names a file loads that file
-    covered: dict[Path, set[str]] = {folder: set()}
-    for one in paths.values():
-        while one != folder:  # is_inside: every name leads down from there
-            covered.setdefault(one.parent, set()).add(one.name)
-            one = one.parent
-    for place in filter(Path.is_dir, covered):
-        own = covered[place] | {path.name, CERTIFICATE, RECORD}
-        _check_beside(found, place, own, inner=place != folder)
-
-
-def _check_beside(found: Verification, folder: Path, covered: set[str], inner: bool) -> None:
-    """What else lies there: what would be loaded must be covered, the rest is named. In a folder
-    of the release (``inner``) a further folder would be loaded as well."""
-    copy, own = folder / CERTIFICATE, found.certificate.compute_digest()
-    if copy.exists() and (digest := Certificate.load(copy).compute_digest()) != own:
-        found.add("", [f"{copy} is another certificate, {digest}"])
-    beside = sorted(one.name for one in folder.iterdir() if one.name not in covered)
-    within = {name: _find_loaded(folder / name) for name in beside}
-    loaded = [n for n in beside if _is_loaded(n) or (inner and within[n] is not None)]
-    if loaded:
-        found.add("", [f"{', '.join(loaded)} may be loaded, and no certificate covers it"])
-    rest = [
-        name if within[name] is None else f"{name}/ (in it {within[name]})"
-        for name in beside
-        if name not in loaded
-    ]
-    if rest:
-        found.skip(f"{OTHER_FILES}{', '.join(rest[:20])}")
-
-
-def _is_loaded(name: str) -> bool:
-    return name.casefold().endswith(_LOADED) or name.casefold() in _LOADED_NAMES
-
-
-def _find_loaded(folder: Path) -> str | None:
-    """What a program would load from a folder, if there is such a thing; a large one is not
-    searched to its end."""
-    if not folder.is_dir():
-        return None
-    try:
-        names = [one.name for one in itertools.islice(folder.rglob("*"), _MOST_FILES)]
-    except OSError:
-        return "what cannot be read"
-    return next(filter(_is_loaded, names), None)
+            stated = c.weights.files[name]
+            digest = hashlib.sha256(read_limited(file, c.most_bytes, "file")).hexdigest()
+            wrong = [] if digest == stated else [f"{name} has hash {digest}, not {stated}"]
+            found.add(f"{name} is the certificate's", wrong)
+    if weights is None or Path(weights).is_dir():  # whoever names a file loads that file
+        _check_beside(found, path, folder, places.values())
 
 
 def _check_tensors(c: Certificate, path: Path, stated: str, whole: bool) -> list[str]:
-    """The tensors by their hash, and every byte of the header by writing it again; of the
-    ``whole`` release also what the certificate says of some of them."""
+    """The tensors by their hash; of the ``whole`` release also what is said of some of them."""
     leaves, layout = read_leaves(path)
     found, digest = list[str](), combine_leaves(leaves.values())
     if digest != stated:
         found.append(f"{path} has hash {digest}, but the certificate has {stated}")
-    if layout.metadata not in (None, {"format": "pt"}, c.describe_weights()):
-        found.append(f"the metadata of {path} is not this certificate's")
-    elif layout.header not in [
-        serialise_header(layout.entries, layout.metadata, align) for align in (64, 8)
-    ]:  # others who write the same tensors align to 8
-        found.append(f"the header of {path} is not in canonical form")
+    if layout.metadata not in (None, {"format": "pt"}):
+        found.append(f"the metadata of {path} says more than its format, which no hash covers")
     if not whole or c.applied:
         return found
     if c.parameters > (size := sum(math.prod(entry.shape) for entry in layout.entries)):
         found.append(f"parameters is {c.parameters}, but {path} has {size} numbers")
-    for what in ("missing", "unchanged"):
+    for what in ("buffers", "missing", "unchanged"):
         if strange := [name for name in getattr(c, what) if name not in leaves]:
             found.append(f"{what} names {strange[0]!r}, which is not in {path}")
     if (public := c.weights.published) is not None:
         kept = combine_leaves(leaves[name] for name in public.names if name in leaves)
         if kept != public.hash or not leaves.keys() >= set(public.names):
             found.append(f"weights.published is {public.hash}, but those in {path} are {kept}")
-    return found + ([] if c.sharding is None else _check_constituents(path, c.sharding.hashes))
+    return found + ([] if c.sharding is None else _check_constituents(path, leaves, c.sharding))
 
 
-def _check_constituents(path: Path, hashes: Iterable[str]) -> list[str]:
-    """Every constituent of an ensemble's file by its own hash."""
-    empty = combine_leaves([])
-    expected = {str(k): digest for k, digest in enumerate(hashes) if digest != empty}
-    there = hash_parts(path, "constituents")
+def _check_constituents(path: Path, leaves: Mapping[str, bytes], said: Sharding) -> list[str]:
+    """Every tensor of an ensemble's file belongs to a constituent, which has its own hash."""
+    parts: dict[str, list[bytes]] = {}
+    for name, leaf in leaves.items():
+        parts.setdefault(".".join(name.split(".")[:2]), []).append(leaf)
+    there = {name: combine_leaves(part) for name, part in parts.items()}
+    stated = {f"constituents.{k}": digest for k, digest in enumerate(said.hashes)}
+    stated = {name: digest for name, digest in stated.items() if digest != combine_leaves([])}
     return [
-        f"constituent {k} in {path} is {there.get(k)}, but the certificate has {expected.get(k)}"
-        for k in sorted(there.keys() | expected.keys())
-        if there.get(k) != expected.get(k)
+        f"{part} in {path} is {there.get(part)}, but the certificate has {stated.get(part)}"
+        for part in sorted(there.keys() | stated)
+        if there.get(part) != stated.get(part)
     ]
+
+
+def _check_beside(found: Verification, path: Path, folder: Path, places: Collection[Path]) -> None:
+    """What else lies there: what would be loaded must be covered, the rest is named. In a folder
+    of the release a further folder would be loaded as well."""
+    covered = {one for place in places for one in (place, *place.parents)}
+    loaded, rest = list[str](), list[str]()
+    for inner in (
+        folder,
+        *sorted(one for one in covered if folder in one.parents and one.is_dir()),
+    ):
+        copy, own = inner / CERTIFICATE, found.certificate.compute_digest()
+        if copy.exists() and (digest := Certificate.load(copy).compute_digest()) != own:
+            found.add("", [f"{copy} is another certificate, {digest}"])
+        for one in sorted(inner.iterdir()):
+            if one in covered or one.name in (path.name, CERTIFICATE, RECORD):
+                continue
+            within = _find_loaded(one)
+            if _is_loaded(one.name) or (within is not None and inner != folder):
+                loaded.append(one.name)
+            else:
+                rest.append(one.name if within is None else f"{one.name}/ (in it {within})")
+    if loaded:
+        found.add("", [f"{', '.join(loaded)} may be loaded, and no certificate covers it"])
+    if rest:
+        rest.sort(key=lambda name: "/" not in name)  # folders with models first
+        more = f" and {len(rest) - 20} more" if len(rest) > 20 else ""
+        found.skip(f"{OTHER_FILES}{', '.join(rest[:20])}{more}")
+
+
+def _is_loaded(name: str) -> bool:
+    plain = name.strip().casefold()
+    return plain.endswith(_LOADED) or plain in _LOADED_NAMES
+
+
+def _find_loaded(folder: Path) -> str | None:
+    """What a program would load from a folder; a large one is not searched to its end."""
+    names = (one.name for one in itertools.islice(folder.rglob("*"), _MOST_FILES))
+    return next(filter(_is_loaded, names), None) if folder.is_dir() else None
 
 
 def _check_parent(found: Verification, path: Path) -> None:
@@ -378,6 +354,8 @@ def _check_parent(found: Verification, path: Path) -> None:
     problems += check_link(found.certificate, before.certificate)
     said = "it is chained to its parent, whose certificate holds; its files were not looked at"
     found.add(said, problems)
+    if before.certificate.signature is not None:
+        found.skip("whose key signed its parent")
     if before.certificate.parent is not None:
         found.skip(f"the parent of its parent: that names {before.certificate.parent}")
     for warning in before.certificate.warnings:

@@ -10,30 +10,23 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from expunge.certificates.hashes import combine_leaves
 from expunge.certificates.people import Commitment
 from expunge.display import clean, round_up
-from expunge.recipes import GradientClipping, is_exact
+from expunge.recipes import is_exact
 
 if TYPE_CHECKING:
     from expunge.certificates.certificate import Certificate
 
-METHOD_WORDS = {
-    "output-perturbation": "output perturbation",
-    "gradient-clipping": "noisy fine-tuning with gradient clipping",
-    "model-clipping": "noisy fine-tuning with model clipping",
-    "retraining": "retraining",
-    "linear-model": "a linear model, solved again from the rows that remain",
-    "shards": "an ensemble of networks that never see each other's data",
-}
 BLOCKS = "Not for release: "
 LARGE_EPSILON = 10.0
 _MOST_NAMES = 20
-
-_REFERENCES = {
-    "retraining": "training again without the forget set, from the same public start",
-    "shards": "the same ensemble, trained on the examples that remain and nothing else",
-    "linear-model": "the same model, learned from the rows that remain and nothing else",
+_METHODS = {
+    "output-perturbation": "output perturbation",
+    "gradient-clipping": "noisy fine-tuning with gradient clipping",
+    "model-clipping": "noisy fine-tuning with model clipping",
+    "retraining": "retraining from a public start",
+    "linear-model": "a linear model, solved again from the rows that remain",
+    "shards": "an ensemble of networks that never see each other's data",
 }
 _VOID_ALWAYS = (
     "retained examples, or constants computed before, were derived from forgotten ones",
@@ -61,7 +54,7 @@ def find_warnings(c: Certificate) -> Iterator[str]:
         return
     if c.noise.source != "system":
         yield f"{BLOCKS}the noise came from a seed, so anyone who guesses the seed can subtract it."
-    if c.precision.grid == 0:
+    if c.grid == 0:
         yield f"{BLOCKS}the run was not on a grid, so its finite precision is not accounted."
     # Whoever publishes one sample of n at random has δ = 1/n: it must be well below.
     n = c.forget.samples + c.retained.samples
@@ -98,17 +91,16 @@ def _list_covered(c: Certificate) -> Iterator[str]:
             "Each constituent began with what build() gives under a public seed of its own; the "
             f"base that they share is {w.start}. None used the old model."
         )
-    elif c.start == "build":
-        yield f"It began with what build() gave, {w.start}, and never used the old model."
-    elif c.start == "centre":
-        yield f"It began at the public centre, {centre}, and never used the old model."
-    else:
+    elif c.start == "model":
         yield (
             "The old model entered as one vector, which was clipped and noised; the module that "
             f"ran is a new one from build(). Its public centre is {centre}."
         )
         if c.missing:
             yield f"These the old model lacks, and they began there: {_list(c.missing)}."
+    else:
+        start = "with" if c.start == "build" else "at the public centre,"
+        yield f"It began {start} {centre}, and never used the old model."
     if w.adapter is not None:
         yield f"The adapter {w.adapter.hash} alone, on the base {w.adapter.base}."
     if w.files:
@@ -119,13 +111,13 @@ def _list_covered(c: Certificate) -> Iterator[str]:
             "that of a life without the forget set."
         )
     if (shards := c.sharding) is not None:
-        used = sum(1 for one in shards.hashes if one != combine_leaves([]))
+        used = len(shards.samples) - shards.samples.count(0)
         yield (
             f"All {used} constituents, trained on {sum(shards.samples)} examples that remain; who "
             f"belongs to which and every order follow from {shards.seed!r}."
         )
         if shards.trained_from:
-            kept = sum(1 for first in shards.trained_from if first == 0)
+            kept = shards.trained_from.count(0)
             yield f"{kept} constituents are, bit for bit, those of the parent certificate."
     if c.buffers:
         yield f"The {len(c.buffers)} buffers, estimated again on retained data after the noise."
@@ -163,48 +155,43 @@ def _list_uncovered(c: Certificate) -> Iterator[str]:
     if (public := c.weights.published) is not None:
         compared = f"compared bit for bit with {public.compared}"
         why = "published, says the operator" if public.compared is None else compared
-        yield (
-            f"The {len(public.names)} released tensors that are as build() gave them, {why}: "
-            f"{_list(public.names)}."
-        )
+        said = f"The {len(public.names)} released tensors that are as build() gave them, {why}"
+        yield f"{said}: {_list(public.names)}."
 
 
 def _list_trusted(c: Certificate) -> Iterator[str]:
     """What only the operator can know: their code, and what came before it."""
     named = ", ".join(f"{name} {digest}" for name, digest in c.code if digest is not None)
-    yield "The code of build(), data, training and loss is the operator's. " + (
-        f"Its source, hashed with a secret salt: {named}."
-        if named
-        else "None of it has a source that could be hashed."
-    )
+    hashed = f"Its source, hashed with a secret salt: {named}."
+    none = "None of it has a source that could be hashed."
+    said = "The code of build(), data, training and loss is the operator's."
+    yield f"{said} {hashed if named else none}"
     yield (
         "Not seen here: scalers, vocabularies and encoders that were fitted before the data were "
         "handed over, and hyper-parameters that were chosen by looking at those who leave."
     )
     if c.unchanged:
-        yield (
-            "These have the old model's very bits and were never trained, says the operator: "
-            f"{_list(c.unchanged)}."
-        )
+        said = "These have the old model's very bits and were never trained, says the operator"
+        yield f"{said}: {_list(c.unchanged)}."
     if c.statistics is not None:
         features = c.statistics.features
         tested = features.get("evaluation") == "tested"
         batches = "in batches of one shape (tested: others change no bit)" if tested else "alone"
-        network = (
-            f"The network under the model, {clean(str(features['network']))}, is public, saw no "
-            f"forgotten data and is not part of the release; rows were given to it {batches}."
-            if features.get("network") is not None
-            else "Inputs are vectors; every row became integers by itself."
-        )
-        yield network
+        if (network := features.get("network")) is None:
+            yield "Inputs are vectors; every row became integers by itself."
+        else:
+            yield (
+                f"The network under the model, {clean(str(network))}, is public, saw no forgotten "
+                f"data and is not part of the release; rows were given to it {batches}."
+            )
     if c.sharding is not None and not c.environment.deterministic:
         yield (
             "Requests do not depend on models released before: the training is not deterministic, "
             "and what it drew is known to whoever sees the models (Gupta et al. 2021)."
         )
-    if is_exact(c.recipe) and c.resumed:
-        yield "The run went on from a checkpoint, a private file of the operator's."
     if is_exact(c.recipe):
+        if c.resumed:
+            yield "The run went on from a checkpoint, a private file of the operator's."
         yield (
             "Whoever doubts it replays the run where neither the old weights nor the forgotten "
             "rows exist: the same weights come out again on a machine of this kind."
@@ -216,29 +203,36 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
-def name_unseen(certificate: Certificate) -> str:
+def name_unseen(c: Certificate) -> str:
     """What the reference never saw: untouched constituents of shards *are* the old model's."""
-    return "the forget set" if certificate.method == "shards" else "the old model"
+    return "the forget set" if c.method == "shards" else "the old model"
 
 
-def list_facts(certificate: Certificate) -> dict[str, str]:
-    """What it claims, line by line, for print, statement and report; nothing is checked here."""
-    c, p = certificate, certificate.precision
-    chance = f"{round_up(100 * c.survival_bound, 3)} %"
-    noise = {} if is_exact(c.recipe) else {
+def list_facts(c: Certificate) -> dict[str, str]:
+    """What it claims, line by line, for statement and report; nothing is checked here."""
+    exact, ran, delta = is_exact(c.recipe), c.execution, round_up(c.delta)
+    asked = "Whatever is asked of the released model, an answer is"
+    times = round_up(math.exp(min(c.epsilon, 709.0)))
+    steps = getattr(c.recipe, "steps", 1)
+    done = f"{steps} noisy step{'s' * (steps != 1)}{' from the centre' * (c.start == 'centre')}"
+    done = "without noise" if exact else done
+    noise = {} if exact else {
         "noise": f"{c.noise.source}, {c.noise.generator or 'no generator'}, {c.noise.keys} key(s)",
-        "finite precision": f"grid {p.grid:.6g}, rounding {p.rounding:.6g}, tail "
-        f"{p.tail_delta:.6g}; together they cost {round_up(p.epsilon_cost, 3)} of epsilon",
+        "finite precision": f"grid {c.grid:.6g}, rounding {ran.rounding:.6g}, tail "
+        f"{ran.tail_delta:.6g}; epsilon and delta include them",
         "released runs of this old model": str(c.releases),
     }  # fmt: skip
     return {
-        "guarantee": f"epsilon = {round_up(c.epsilon)}, delta = {round_up(c.delta)}",
-        "it means": _state_guarantee(c),
+        "guarantee": f"epsilon = {round_up(c.epsilon)}, delta = {delta}",
+        "it means": f"{asked} exactly as likely as under the reference."
+        if c.epsilon == 0 and c.delta == 0
+        else f"{asked} at most {times} times as likely as under the reference, plus {delta}; and "
+        "the same with the two exchanged.",
         "reference": _name_reference(c),
         "theorem": c.theorem,
-        "survival": f"At most {chance} of runs can differ, in any way, from runs that never saw "
-        f"{name_unseen(c)}.",
-        "method": f"{METHOD_WORDS[c.method]}; {_count_steps(c)} on {c.parameters} parameters",
+        "survival": f"At most {round_up(100 * c.survival_bound, 3)} % of runs can differ, in any "
+        f"way, from runs that never saw {name_unseen(c)}.",
+        "method": f"{_METHODS[c.method]}; {done}, on {c.parameters} parameters",
         "forgotten": _name_people(c.forget),
         "retained": _name_people(c.retained),
         **noise,
@@ -251,21 +245,20 @@ def list_facts(certificate: Certificate) -> dict[str, str]:
     }
 
 
-def write_statement(certificate: Certificate) -> str:
+def write_statement(c: Certificate) -> str:
     """The certificate for an auditor, in plain language."""
-    scope = certificate.scope
     lines = [
         "CERTIFICATE OF UNLEARNING",
         "What it claims; expunge verify checks it.",
         "",
-        *(f"*** {warning} ***" for warning in certificate.warnings),
-        *(f"{name.capitalize()}: {fact}" for name, fact in list_facts(certificate).items()),
+        *(f"*** {warning} ***" for warning in c.warnings),
+        *(f"{name.capitalize()}: {fact}" for name, fact in list_facts(c).items()),
     ]
     for title, sentences in (
-        ("Covered:", scope.covered),
-        ("Not covered:", scope.not_covered),
-        ("The operator's word:", scope.operator),
-        ("This certificate is void if", scope.void_if),
+        ("Covered:", c.scope.covered),
+        ("Not covered:", c.scope.not_covered),
+        ("The operator's word:", c.scope.operator),
+        ("This certificate is void if", c.scope.void_if),
     ):
         lines += ["", title, *(f"- {sentence}" for sentence in sentences)]
     return "\n".join(map(clean, lines)) + "\n"
@@ -273,8 +266,8 @@ def write_statement(certificate: Certificate) -> str:
 
 def _name_reference(c: Certificate) -> str:
     """The certifying algorithm in words."""
-    if c.method in _REFERENCES:
-        return _REFERENCES[c.method]
+    if is_exact(c.recipe):
+        return "the same computation on the examples that remain, and on nothing else"
     if c.compared_to == "retrained":
         return "the same run started from a model retrained without the forget set"
     if c.method == "model-clipping":
@@ -285,26 +278,3 @@ def _name_reference(c: Certificate) -> str:
 def _name_people(commitment: Commitment) -> str:
     count, n = commitment.count, commitment.samples
     return f"{count} {'person' if count == 1 else 'people'} on {n} sample{'s' * (n != 1)}"
-
-
-def _count_steps(c: Certificate) -> str:
-    """How many noisy steps ran, and from where."""
-    if is_exact(c.recipe):
-        return "without noise,"
-    steps = getattr(c.recipe, "steps", 1)
-    start = ", started at the centre," if c.start == "centre" else ""
-    projects = isinstance(c.recipe, GradientClipping) and c.recipe.model_clip
-    noun = "noisy step" if steps == 1 else "noisy steps"
-    return f"{steps} {noun}{' and projection' if projects else ''}{start}"
-
-
-def _state_guarantee(c: Certificate) -> str:
-    """What (ε, δ) means, in one sentence."""
-    asked = "Whatever is asked of the released model, an answer is"
-    if c.epsilon == 0 and c.delta == 0:
-        return f"{asked} exactly as likely as under the reference."
-    times, delta = round_up(math.exp(min(c.epsilon, 709.0))), round_up(c.delta)
-    return (
-        f"{asked} at most {times} times as likely as under the reference, plus {delta}; and the "
-        "same with the two exchanged."
-    )

@@ -94,7 +94,7 @@ def retrain(
         salt=salt,
         weights=Weights(after=root, start=root, published=named),
         training=describe_training(train, request.retained),
-        unchanged=tuple(unchanged),
+        unchanged=tuple(dict.fromkeys(unchanged)),
         environment=describe_environment(module),
         resumed=int(resumed),
         **request.describe(),

@@ -412,4 +412,7 @@ def _read_constituents(slices: Slices) -> dict[int, Tensors]:
 
 
 def _hash_each(constituents: Mapping[int, Tensors], shards: Iterable[int]) -> tuple[str, ...]:
-    return tuple(hash_tensors(constituents.get(k, {})) for k in shards)
+    return tuple(
+        hash_tensors({f"constituents.{k}.{name}": t for name, t in constituents.get(k, {}).items()})
+        for k in shards
+    )

@@ -171,7 +171,7 @@ def read_verified(file: Path, expected: str) -> dict[str, Tensor]:
     """The tensors of a file, if they are those of the certificate."""
     from safetensors.torch import load_file
 
-    found, _ = hash_file(file)
+    found = hash_file(file)
     if found != expected:
         raise VerificationError(f"{file} has the hash {found}; its certificate says {expected}")
     tensors: dict[str, Tensor] = load_file(file)
