@@ -33,7 +33,6 @@ from expunge.networks.randomness import derive_seed, seeded
 from expunge.networks.releases import hash_start, make_release
 from expunge.networks.tensors import (
     collect_tensors,
-    hash_module,
     list_tensors,
     list_trainable,
     set_training_mode,
@@ -176,7 +175,7 @@ def unlearn(
             steps.start([x.get(name, c[name]) for name in parameters])  # here the old model enters
         del x, fresh, c
         steps.run(checkpoint, progress=progress)  # here noise is added
-        noisy, buffers = hash_module(module), ()
+        noisy, buffers = hash_tensors(list_tensors(module)), ()
         if train is None:
             buffers = estimate_statistics(module, batches, loss, vector.device)
         del vector
@@ -228,15 +227,7 @@ def hash_old(old: Any, x: Mapping[str, Tensor], parent: Certificate | None) -> s
     """
     if parent is None:
         return hash_tensors(x)
-    match old:
-        case Release():
-            found = hash_tensors(old.tensors)
-        case nn.Module():
-            found = hash_tensors(list_tensors(old))
-        case str() | Path():
-            found = hash_tensors(read_tensors(old))
-        case _:
-            found = hash_tensors({n: t for n, t in old.items() if isinstance(t, Tensor)})
+    found = hash_tensors(read_tensors(old))
     if found != parent.weights.after:
         raise UnlearningError(
             "old is not what the parent released; a later noisy run starts from the release before "

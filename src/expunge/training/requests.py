@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate
@@ -24,7 +25,7 @@ from expunge.data.people import Names, check_request, read_people
 from expunge.errors import InputError, UnlearningError
 from expunge.files import write_atomic
 from expunge.networks.checkpoints import compare_published
-from expunge.networks.tensors import find_copied, list_published, list_trainable
+from expunge.networks.tensors import list_published, list_trainable, name_first
 
 Before = Release | Certificate | str | Path
 FILE = "run.json"  # of a folder of checkpoints, which belongs to one run
@@ -125,7 +126,7 @@ def describe_training(train: Any, retained: Data) -> TrainingRun:
 
 
 def check_start(
-    module: nn.Module, old: Mapping[str, Tensor] | None, unchanged: Collection[str] = ()
+    module: nn.Module, old: Mapping[str, Tensor], unchanged: Collection[str] = ()
 ) -> None:
     """Refuse a ``build()`` that gives trainable weights of the old model: the slip of loading the
     trained file where the published one was meant."""
@@ -133,11 +134,18 @@ def check_start(
     if strange := [unchanged] if isinstance(unchanged, str) else sorted(set(unchanged) - set(own)):
         valid = f"a list of names of trainable parameters, such as {next(iter(own))!r}"
         raise InputError.of("unchanged", strange[0], valid)
-    copied = [] if old is None else find_copied(old, own, unchanged)
+    # Tensors whose numbers are all equal are nobody's.
+    copied = [
+        name
+        for name, fresh in ((n, p.detach()) for n, p in own.items())
+        if name in old
+        and name not in unchanged
+        and torch.equal(fresh, old[name].to(fresh.device, fresh.dtype))
+        and bool((fresh != fresh.flatten()[:1]).any())
+    ]
     if copied:
-        more = f" and {len(copied) - 1} more" if len(copied) > 1 else ""
         raise UnlearningError(
-            f"build() returns the old model's own weights in {copied[0]}{more}; it must give a "
+            f"build() returns the old model's own weights in {name_first(copied)}; it must give a "
             "public start (unchanged=[names] declares what the old training never touched)"
         )
 
