@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from expunge.errors import RunError, UnlearningError
-from expunge.noisy.processes import Processes, split_batch
+from expunge.noisy.processes import Processes
+from expunge.training.batches import split_batch
 from tests.noisy.networks import NOISY, flatten, make_mlp, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,7 +77,7 @@ def test_processes_that_differ_are_stopped_with_one_sentence(reports):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_shares_are_a_partition(size):
     for count in range(1, 12):
-        shares = [split_batch((torch.arange(count), 1), Processes(r, size)) for r in range(size)]
+        shares = [split_batch((torch.arange(count), 1), r, size) for r in range(size)]
         rows = [row for share, _ in shares if share is not None for row in share[0].tolist()]
         assert rows == list(range(count))
         assert sum(weight for _, weight in shares) == pytest.approx(1.0)
@@ -84,9 +85,9 @@ def test_shares_are_a_partition(size):
 
 def test_what_cannot_be_split():
     with pytest.raises(UnlearningError, match="every tensor must have the examples first"):
-        split_batch((torch.zeros(4, 2), torch.zeros(3)), Processes(0, 2))
+        split_batch((torch.zeros(4, 2), torch.zeros(3)), 0, 2)
     with pytest.raises(UnlearningError, match="no tensor to split"):
-        split_batch(["a"], Processes(0, 2))
+        split_batch(["a"], 0, 2)
 
 
 def test_a_lost_process_is_one_sentence():
