@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from expunge.accounting.precision import LARGEST_CELL
 from expunge.certificates.consistency import NOISE_DEVIATIONS
@@ -30,7 +31,7 @@ from expunge.certificates.hashes import hash_tensor
 from expunge.certificates.record import Trace
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import seed_all
-from expunge.networks.tensors import Buffers, list_trainable
+from expunge.networks.tensors import Buffers, evaluating, list_trainable
 from expunge.noisy.noise import Noise, NoiseStream
 from expunge.noisy.processes import CHECK_EVERY, Processes
 from expunge.noisy.vector import GridVector, Norms, Update
@@ -38,7 +39,7 @@ from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, NoisyRecipe, OutputPerturbation, schedule
 from expunge.training.batches import Batches, copy_batch, move_batch, split_batch
 from expunge.training.checkpoints import read_checkpoint, write_checkpoint
-from expunge.training.losses import Loss, compute_gradients, run_twice
+from expunge.training.losses import Loss, compute_gradients, compute_loss, run_twice
 
 FILE = "noisy.pt"
 SAVE_EVERY = 30.0  # seconds
@@ -282,6 +283,40 @@ class Steps:
         return InputError(
             f"checkpoint {self.file} is not one of this run: {why}; remove the folder to start anew"
         )
+
+
+def estimate_statistics(
+    module: nn.Module, batches: Batches, loss: Loss | None, device: torch.device
+) -> tuple[str, ...]:
+    """Set running statistics of normalisations to the plain average over one pass of retained data;
+    returns the buffers' names.
+
+    The weights are noisy by now, and everything else is in eval mode: this is post-processing.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> data = Batches((torch.tensor([[1.0], [3.0]]), torch.zeros(2)), batch_size=2, seed=0)
+    >>> estimate_statistics(norm, data, lambda output, target: output.sum(), torch.device("cpu"))
+    ('running_mean', 'running_var', 'num_batches_tracked')
+    >>> norm.running_mean
+    tensor([2.])
+    """
+    found: dict[str, Any] = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, _NormBase) and part.training and part.track_running_stats
+    }
+    momenta = {name: part.momentum for name, part in found.items()}
+    with evaluating(module), torch.no_grad():
+        for part in found.values():
+            part.training = True
+            part.reset_running_stats()
+            part.momentum = None
+        for batch in batches.read(0) if found else ():
+            compute_loss(module, move_batch(batch, device), loss)
+    for name, part in found.items():
+        part.momentum = momenta[name]
+    parts = ((f"{name}.".lstrip("."), part) for name, part in found.items())
+    return tuple(head + n for head, part in parts for n, _ in part.named_buffers(recurse=False))
 
 
 @contextmanager

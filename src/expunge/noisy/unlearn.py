@@ -40,8 +40,7 @@ from expunge.networks.tensors import (
 from expunge.noisy.choice import choose_recipe
 from expunge.noisy.noise import GENERATOR, Noise, check_noise
 from expunge.noisy.processes import find_processes
-from expunge.noisy.statistics import estimate_statistics
-from expunge.noisy.steps import Steps
+from expunge.noisy.steps import Steps, estimate_statistics
 from expunge.noisy.vector import GridVector
 from expunge.recipes import ComparedTo, NoisyRecipe
 from expunge.training.batches import Batches, Loader

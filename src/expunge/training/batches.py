@@ -131,8 +131,6 @@ def _to_column(column: Any) -> Any:
     """A column as a tensor where it is numbers; float64 of NumPy is the default float of torch."""
     if isinstance(column, Tensor):
         return column
-    if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
-        raise InputError.of("examples", type(column).__name__, "columns of tensors, arrays, lists")
     numbers = hasattr(column, "dtype") or all(isinstance(item, int | float) for item in column)
     array = np.asarray(column) if numbers else None
     if array is None or array.dtype.kind not in "biuf":

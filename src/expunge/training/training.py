@@ -89,8 +89,13 @@ class Training:
     def describe(self) -> dict[str, Any]:
         """The options as plain values, functions by name: what a record says of a training."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        del given["progress"]
-        return {name: _name(value) for name, value in given.items() if value is not None}
+        return {
+            name: value
+            if isinstance(value, str | int | float)
+            else getattr(value, "__qualname__", type(value).__name__)
+            for name, value in given.items()
+            if value is not None and name != "progress"
+        }
 
     def __call__(
         self,
@@ -146,10 +151,7 @@ class Training:
             case "adamw":
                 return torch.optim.AdamW(parameters, **given)
             case make:
-                made = make(parameters)
-        if not isinstance(made, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError.of("optimizer()", type(made).__name__, "a torch optimizer")
-        return made
+                return make(parameters)
 
 
 CHECKPOINT = "training.pt"
@@ -241,9 +243,3 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda u: (1.0 + math.cos(math.pi * u)) / 2,
     "one-cycle": _climb,
 }
-
-
-def _name(value: Any) -> Any:
-    if isinstance(value, str | int | float):
-        return value
-    return getattr(value, "__qualname__", type(value).__name__)
