@@ -13,6 +13,7 @@ from expunge.errors import RunError, UnlearningError
 from expunge.noisy.processes import Processes
 from expunge.training.batches import split_batch
 from tests.noisy.networks import NOISY, flatten, make_mlp, run
+from tests.noisy.ranks import train_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,6 +58,12 @@ def test_both_ranks_have_one_release(reports):
 
 def test_a_batch_of_fewer_rows_than_processes(reports):
     compare(reports[0]["single rows"], run(batch_size=1))
+
+
+def test_the_built_in_training_shares_its_batches(reports):
+    assert reports[0]["trained"] == reports[1]["trained"]
+    assert reports[0]["trained"] == pytest.approx(train_plain(), abs=1e-5)
+    assert reports[0]["early stopping"] == reports[1]["early stopping"]  # one decision, one model
 
 
 def test_stopped_and_resumed_together(reports):

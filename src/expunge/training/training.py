@@ -197,7 +197,8 @@ class _Run:
     def share_buffers(self) -> None:
         """Running statistics are those of rank 0, as in torch's DistributedDataParallel."""
         for buffer in self.model.buffers() if self.size > 1 else ():
-            dist.broadcast(buffer, 0)
+            if buffer.is_contiguous():  # else it is expanded, and nobody can write to it
+                dist.broadcast(buffer, 0)
 
     def is_worse(self, validation: Any, collate: Collate | None) -> bool:
         """Whether the loss on validation data has not fallen for ``patience`` epochs."""
