@@ -157,23 +157,21 @@ class Training:
 CHECKPOINT = "training.pt"
 
 
+@dataclass
 class _Run:
     """One training: where it stands, and its best weights so far."""
 
-    def __init__(
-        self,
-        how: Training,
-        model: nn.Module,
-        parameters: list[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        steps: int,
-    ) -> None:
-        self.how, self.model, self.parameters = how, model, parameters
-        self.optimizer, self.steps = optimizer, steps
-        self.device = parameters[0].device
-        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.best: dict[str, Tensor] | None = None
-        self.least, self.waited = math.inf, 0
+    how: Training
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    steps: int
+    best: dict[str, Tensor] | None = None
+    least: float = math.inf
+    waited: int = 0
+
+    def __post_init__(self) -> None:
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         together = dist.is_available() and dist.is_initialized()
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
@@ -185,7 +183,9 @@ class _Run:
         self.optimizer.zero_grad(set_to_none=True)
         batch, share = split_batch(batch, self.rank, self.size)
         if batch is not None:
-            loss = compute_loss(self.model, move_batch(batch, self.device), self.how.loss)
+            loss = compute_loss(
+                self.model, move_batch(batch, self.parameters[0].device), self.how.loss
+            )
             (loss if share == 1 else loss * share).backward()
         for p in self.parameters if self.size > 1 else ():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
