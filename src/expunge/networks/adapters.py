@@ -80,10 +80,9 @@ def find_adapter(
     if merged or config.is_prompt_learning or list(inner.active_adapters) != [name]:
         return None
     own = list_tensors(module) if tensors is None else tensors
-    names = list_file_names(module)
-    trained = {alias for aliases in list_aliases(module).values() for alias in aliases}
+    names, trained = list_file_names(module), list_aliases(module)
     base = {name_base(n): t for n, t in own.items() if n not in trained}
-    if set(names.values()) != trained or len(base) != len(own) - len(trained):
+    if set(names.values()) != trained.keys() or len(base) != len(own) - len(trained):
         return None
     adapter = {n: own[place] for n, place in names.items()}
     settings = config.to_dict() | {"inference_mode": True}

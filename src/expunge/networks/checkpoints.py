@@ -71,8 +71,7 @@ def read_old(
     >>> list(read_old(old, model))
     ['weight', 'bias']
     """
-    own = list_trainable(module)
-    names = {alias: name for name, every in list_aliases(module).items() for alias in every}
+    own, names = list_trainable(module), list_aliases(module)
     short = {n: names[place] for n, place in list_file_names(module).items() if place in names}
     found = _match(old, own, short | names, "old", key)
     shapes = {n: tuple(t.shape) for n, t in found.items() if t.shape != own[n].shape}

@@ -109,12 +109,10 @@ def list_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-def list_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each trainable parameter, by the one that :func:`list_trainable` gives it."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in walk_tensors(module):
-        names.setdefault(id(tensor), []).append(name)
-    return {name: names[id(tensor)] for name, tensor in list_trainable(module).items()}
+def list_aliases(module: nn.Module) -> dict[str, str]:
+    """Every name of a trainable parameter, and the one that :func:`list_trainable` gives it."""
+    own = {id(parameter): name for name, parameter in list_trainable(module).items()}
+    return {name: own[id(t)] for name, t in walk_tensors(module) if id(t) in own}
 
 
 def list_published(module: nn.Module) -> dict[str, Tensor]:
@@ -123,7 +121,7 @@ def list_published(module: nn.Module) -> dict[str, Tensor]:
     >>> list(list_published(nn.BatchNorm1d(2, affine=False)))
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    trained = {name for names in list_aliases(module).values() for name in names}
+    trained = list_aliases(module)
     return {name: t for name, t in list_tensors(module).items() if name not in trained}
 
 
@@ -142,9 +140,7 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        own: list[dict[str, Tensor | None]] = [
-            cast(Any, part)._buffers for part in module.modules()
-        ]
+        own = [cast(dict[str, Tensor | None], cast(Any, m)._buffers) for m in module.modules()]
         self._places = [(buffers, dict(buffers)) for buffers in own]
         every = [b for buffers in own for b in buffers.values() if b is not None]
         self._tensors = [tensor for tensor in every if not _is_expanded(tensor)]
