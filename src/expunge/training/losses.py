@@ -178,8 +178,9 @@ def run_twice(differentiate: Callable[[], list[Tensor]]) -> tuple[list[Tensor], 
     first = _summarise(differentiate())
     gradients = differentiate()
     unit = max(torch.finfo(g.dtype).eps for g in gradients)
-    square, longest = float(first[1].sum()), max(g.numel() for g in gradients)
-    allowed = _UNITS * unit * torch.tensor([[math.sqrt(square * longest)], [square]])
+    square = float(first[1].sum())
+    sums = [math.sqrt(square * g.numel()) for g in gradients]
+    allowed = _UNITS * unit * torch.tensor([sums, [square] * len(sums)])
     same = bool(((first - _summarise(gradients)).abs() <= allowed).all())
     return gradients, same or not math.isfinite(square)
 
