@@ -12,6 +12,9 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from expunge.certificates.hashes import hash_tensors
+from expunge.networks.tensors import list_tensors
+
 
 def make_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
@@ -54,3 +57,8 @@ def shift(module: nn.Module, by: float = 1.0) -> nn.Module:
 def compiled(module: nn.Module) -> nn.Module:
     """By the backend that needs no compiler: torch's own import of the other one warns."""
     return torch.compile(module, backend="eager")
+
+
+def hash_module(module: nn.Module) -> str:
+    """As a release's file has it."""
+    return hash_tensors(list_tensors(module))

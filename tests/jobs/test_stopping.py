@@ -18,7 +18,7 @@ LONG: dict[str, dict[str, Any]] = {
     "retraining": EXACT | {"training": {"epochs": 100, "learning_rate": 0.1, "batch_size": 10}},
     "noise": NOISE | {"method": NOISE["method"] | {"steps": 400}},
 }
-CHECKPOINT = {"retraining": "training.pt", "noise": "noisy.safetensors"}
+CHECKPOINT = {"retraining": "training.pt", "noise": "noisy.pt"}
 
 
 def start(*arguments: str | Path, **more: str) -> subprocess.Popen[str]:

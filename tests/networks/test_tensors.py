@@ -10,25 +10,24 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from expunge.errors import InputError
+from expunge.errors import InputError, UnlearningError
 from expunge.networks.building import call_build
 from expunge.networks.tensors import (
     Buffers,
     evaluating,
-    find_copied,
     find_nonfinite,
     has_same_bits,
-    hash_module,
     list_aliases,
     list_published,
     list_tensors,
     list_trainable,
-    load_tensors,
     set_training_mode,
     unwrap,
 )
+from expunge.training.requests import check_start
 from tests.helpers.small_networks import (
     compiled,
+    hash_module,
     make_bert,
     make_gpt2,
     make_llama,
@@ -88,7 +87,7 @@ def test_names_order_and_values_are_those_of_state_dict(name: str) -> None:
     trainable = list_trainable(model)
     assert list(trainable) == list(named)
     assert all(trainable[n] is p for n, p in named.items())
-    trained = {n for names in list_aliases(model).values() for n in names}
+    trained = list_aliases(model).keys()
     assert trained | list_published(model).keys() == found.keys()
 
 
@@ -175,32 +174,22 @@ def test_modes_of_frozen_parts_are_those_of_build() -> None:
 
 def test_the_very_values_of_the_old_model_are_a_slip() -> None:
     old, fresh = make_mlp(), make_mlp()
-    assert find_copied(list_trainable(old), list_trainable(fresh)) == []
+    check_start(fresh, list_trainable(old))
     fresh[2] = copy.deepcopy(old[2])
-    assert find_copied(list_trainable(old), list_trainable(fresh)) == ["2.weight", "2.bias"]
-    assert find_copied(list_trainable(old), list_trainable(fresh), ["2.bias"]) == ["2.weight"]
-    norms = nn.LayerNorm(3), nn.LayerNorm(3)
-    assert find_copied(*map(list_trainable, norms)) == []
-    half = {n: t.half() for n, t in list_trainable(old).items()}
-    assert find_copied(half, {n: t.float() for n, t in half.items()}) == list(half)
+    with pytest.raises(UnlearningError, match=r"own weights in 2\.weight and 1 more; it must"):
+        check_start(fresh, list_trainable(old))
+    with pytest.raises(UnlearningError, match=r"own weights in 2\.weight; it must"):
+        check_start(fresh, list_trainable(old), ["2.bias"])
+    check_start(nn.LayerNorm(3), list_trainable(nn.LayerNorm(3)))
+    half = {n: t.detach().half() for n, t in list_trainable(old).items()}
+    with pytest.raises(UnlearningError, match=r"own weights in 0\.weight and 3 more"):
+        check_start(old.half().float(), half)
 
 
 def test_bits_and_numbers() -> None:
     assert not has_same_bits(torch.ones(2), torch.ones(2).double())
     assert has_same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
     assert find_nonfinite({"a": torch.tensor([1, 2]), "b": torch.tensor([torch.inf])}) == "b"
-
-
-def test_tensors_are_loaded_by_name_or_refused_in_one_sentence() -> None:
-    one, other = make_mlp(), make_mlp()
-    load_tensors(other, list_tensors(one))
-    assert hash_module(one) == hash_module(other)
-    with pytest.raises(InputError, match=r"with 2\.bias and 1 more, which the run has not"):
-        load_tensors(make_mlp(), list_tensors(nn.Sequential(nn.Linear(4, 3))))
-    with pytest.raises(InputError, match=r"without 2\.bias and 1 more, which the run has;"):
-        load_tensors(nn.Sequential(nn.Linear(4, 3)), list_tensors(one))
-    with pytest.raises(InputError, match=r"shape of weight .* \(3, 2\); it must be \(2, 2\), as"):
-        load_tensors(nn.Linear(2, 3), list_tensors(nn.Linear(2, 2)))
 
 
 def test_build_is_called_under_a_seed_and_its_slips_are_named() -> None:
@@ -227,9 +216,10 @@ import os, torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from expunge.networks.tensors import collect_tensors, hash_module, list_tensors
+from expunge.networks.tensors import collect_tensors, list_tensors
 from expunge.certificates.hashes import hash_tensors
 
+hash_module = lambda module: hash_tensors(list_tensors(module))
 dist.init_process_group("gloo")
 def make():
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from expunge import ExpungeError, SystemNoise
+from expunge import ExpungeError, SystemNoise, Training
 from expunge.noisy.steps import Steps
 from tests.noisy.networks import (
     GRADIENT,
@@ -21,6 +21,7 @@ from tests.noisy.networks import (
     flatten,
     make_data,
     make_mlp,
+    make_old,
     make_rows,
     run,
 )
@@ -62,6 +63,20 @@ def bend(rank: int) -> str:
         Steps._step = step
 
 
+def train(**options) -> list[float]:
+    """The built-in training, which shares every batch."""
+    model, (x, y) = make_old(norm=True), make_rows()
+    train = Training(epochs=3, batch_size=8, clip_norm=1.0, **options)
+    train(model, (x, y), seed=0, validation=(x, y))
+    return [value for t in model.state_dict().values() for value in t.double().flatten().tolist()]
+
+
+def train_plain() -> list[float]:
+    model = make_old()
+    Training(epochs=3, batch_size=9, optimizer="adam")(model, make_rows(), seed=0)
+    return [value for t in model.state_dict().values() for value in t.double().flatten().tolist()]
+
+
 def stop_and_resume(folder: Path):
     seen = SimpleNamespace(count=0)
 
@@ -91,6 +106,8 @@ def main(folder: Path, rank: int) -> None:
         "single rows": describe(run(batch_size=1)),
         "norm": describe(run(build=lambda: make_mlp(norm=True), strict=False)),
         "resumed": describe(resumed) | {"count": resumed.record.resumed},
+        "trained": train_plain(),
+        "early stopping": train(patience=1, learning_rate=3.0),
         "refused": {
             "recipe": refuse(recipe=MODEL if rank else GRADIENT),
             "data": refuse(data=other),

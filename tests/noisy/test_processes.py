@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from expunge.errors import RunError, UnlearningError
-from expunge.noisy.processes import Processes, split_batch
+from expunge.noisy.processes import Processes
+from expunge.training.batches import split_batch
 from tests.noisy.networks import NOISY, flatten, make_mlp, run
+from tests.noisy.ranks import train_plain
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,6 +60,12 @@ def test_a_batch_of_fewer_rows_than_processes(reports):
     compare(reports[0]["single rows"], run(batch_size=1))
 
 
+def test_the_built_in_training_shares_its_batches(reports):
+    assert reports[0]["trained"] == reports[1]["trained"]
+    assert reports[0]["trained"] == pytest.approx(train_plain(), abs=1e-5)
+    assert reports[0]["early stopping"] == reports[1]["early stopping"]  # one decision, one model
+
+
 def test_stopped_and_resumed_together(reports):
     for report in reports:
         compare(report["resumed"], run())
@@ -76,7 +84,7 @@ def test_processes_that_differ_are_stopped_with_one_sentence(reports):
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_shares_are_a_partition(size):
     for count in range(1, 12):
-        shares = [split_batch((torch.arange(count), 1), Processes(r, size)) for r in range(size)]
+        shares = [split_batch((torch.arange(count), 1), r, size) for r in range(size)]
         rows = [row for share, _ in shares if share is not None for row in share[0].tolist()]
         assert rows == list(range(count))
         assert sum(weight for _, weight in shares) == pytest.approx(1.0)
@@ -84,9 +92,9 @@ def test_shares_are_a_partition(size):
 
 def test_what_cannot_be_split():
     with pytest.raises(UnlearningError, match="every tensor must have the examples first"):
-        split_batch((torch.zeros(4, 2), torch.zeros(3)), Processes(0, 2))
+        split_batch((torch.zeros(4, 2), torch.zeros(3)), 0, 2)
     with pytest.raises(UnlearningError, match="no tensor to split"):
-        split_batch(["a"], Processes(0, 2))
+        split_batch(["a"], 0, 2)
 
 
 def test_a_lost_process_is_one_sentence():

@@ -1,6 +1,5 @@
 """Stopped at any moment, a run goes on, repeats and skips nothing, and says so."""
 
-import functools
 import os
 import signal
 from dataclasses import replace
@@ -11,8 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from expunge import InputError, SeededNoise, SystemNoise
-from expunge.noisy import unlearn as module
-from expunge.noisy.steps import FILE, Checkpoint, uninterrupted
+from expunge.noisy import steps as module
+from expunge.noisy.steps import FILE, uninterrupted
+from expunge.training.checkpoints import read_checkpoint, write_checkpoint
 from tests.noisy.networks import (
     GRADIENT,
     MODEL,
@@ -66,7 +66,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, recipe, stop):
 
 
 def test_after_a_kill_it_goes_on_from_the_last_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "Checkpoint", functools.partial(Checkpoint, every=0.0))
+    monkeypatch.setattr(module, "SAVE_EVERY", 0.0)
     for stop in (4, 2, 3):
         with pytest.raises(KilledError):
             go(tmp_path, stop=stop, error=KilledError)
@@ -161,18 +161,18 @@ def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
     else:
         with pytest.raises(KeyboardInterrupt):
             go(tmp_path, recipe=recipe, stop=3)
-    counts, tensors = Checkpoint(tmp_path).load()
+    saved = read_checkpoint(tmp_path / FILE)
     match change:
         case "far":
-            tensors["cells"] *= 100
+            saved["cells"] *= 100
         case "no noise":
-            tensors["cells"] *= 0
+            saved["cells"] *= 0
         case "trace":
-            tensors["cells"] *= 100
-            tensors["trace"][:, 4] = 100 * tensors["trace"][:, 4:6].norm(dim=1)
+            saved["cells"] *= 100
+            saved["trace"][:, 4] = 100 * saved["trace"][:, 4:6].norm(dim=1)
         case "short":
-            tensors["cells"] = tensors["cells"][:1].clone()
-    Checkpoint(tmp_path).save(counts, tensors)
+            saved["cells"] = saved["cells"][:1].clone()
+    write_checkpoint(tmp_path / FILE, saved)
     with pytest.raises(InputError, match="is not one of this run: "):
         go(tmp_path, recipe=recipe)
 
@@ -180,8 +180,8 @@ def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
 def test_a_start_beyond_its_clip_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         go(tmp_path, stop=1)
-    counts, tensors = Checkpoint(tmp_path).load()
-    Checkpoint(tmp_path).save(counts, tensors | {"cells": 2 * tensors["cells"]})
+    saved = read_checkpoint(tmp_path / FILE)
+    write_checkpoint(tmp_path / FILE, saved | {"cells": 2 * saved["cells"]})
     with pytest.raises(InputError, match="to which no step led"):
         go(tmp_path)
 

@@ -25,9 +25,9 @@ from expunge.networks.releases import hash_start, make_release
 from expunge.networks.tensors import collect_tensors, list_trainable
 from expunge.recipes import Retraining
 from expunge.training.calling import Train, check_train, describe_environment, run_training
+from expunge.training.checkpoints import bind
 from expunge.training.requests import (
     Before,
-    bind,
     check_start,
     describe_code,
     describe_published,

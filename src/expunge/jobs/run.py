@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,15 +156,10 @@ def _measure(
 def _load_old(request: Request, file: Path, key: str | None) -> Any:
     """The old model, running statistics included, for a measurement and nothing else."""
     from expunge.networks.building import call_build
-    from expunge.networks.checkpoints import read_old, read_tensors
+    from expunge.networks.checkpoints import read_state
 
     module = call_build(request.build)
-    found = dict(read_old(file, module, key=key, strict=False))
-    with suppress(InputError):
-        found = {n.removeprefix("module."): t for n, t in read_tensors(file, key).items()} | found
-    own = module.state_dict()
-    fits = {n: t for n, t in found.items() if n in own and own[n].shape == t.shape}
-    module.load_state_dict(fits, strict=False)
+    module.load_state_dict(read_state(file, module, key), strict=False)
     return module
 
 

@@ -10,30 +10,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from expunge.certificates.hashes import hash_tensors
 from expunge.certificates.record import Adapter
-from expunge.errors import InputError
 from expunge.networks.tensors import list_aliases, list_tensors, unwrap
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-
-
-@dataclass(frozen=True, eq=False)
-class AdapterFiles:
-    """What PEFT's two files hold, and the base's tensors by the names they have in the base."""
-
-    tensors: Mapping[str, Tensor]
-    config: bytes
-    base: Mapping[str, Tensor]
-
-    def describe(self) -> Adapter:
-        """Their hashes."""
-        return Adapter(hash=hash_tensors(self.tensors), base=hash_tensors(self.base))
 
 
 def list_adapters(module: nn.Module) -> Mapping[str, Any]:
@@ -81,8 +66,8 @@ def name_base(name: str) -> str:
 
 def find_adapter(
     module: nn.Module, tensors: Mapping[str, Tensor] | None = None
-) -> AdapterFiles | None:
-    """The adapter as PEFT's files, if it is all that the module trains; else None.
+) -> tuple[Adapter, dict[str, Any]] | None:
+    """The adapter's hashes and PEFT's two files, if it is all that the module trains; else None.
 
     ``tensors`` are those of the module, where they are not in it (a model shared out by FSDP).
     """
@@ -95,12 +80,15 @@ def find_adapter(
     if merged or config.is_prompt_learning or list(inner.active_adapters) != [name]:
         return None
     own = list_tensors(module) if tensors is None else tensors
-    names = list_file_names(module)
-    trained = {alias for aliases in list_aliases(module).values() for alias in aliases}
+    names, trained = list_file_names(module), list_aliases(module)
     base = {name_base(n): t for n, t in own.items() if n not in trained}
-    if set(names.values()) != trained or len(base) != len(own) - len(trained):
+    if set(names.values()) != trained.keys() or len(base) != len(own) - len(trained):
         return None
-    return AdapterFiles({n: own[place] for n, place in names.items()}, _write_config(config), base)
+    adapter = {n: own[place] for n, place in names.items()}
+    settings = config.to_dict() | {"inference_mode": True}
+    text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)  # sets of names
+    hashes = Adapter(hash=hash_tensors(adapter), base=hash_tensors(base))
+    return hashes, {CONFIG: text.encode(), FILE: adapter}
 
 
 def list_base_names(names: Iterable[str]) -> dict[str, str]:
@@ -109,13 +97,3 @@ def list_base_names(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         found.setdefault(name_base(name), []).append(name)
     return {short: own[0] for short, own in found.items() if len(own) == 1 and own[0] != short}
-
-
-def _write_config(config: Any) -> bytes:
-    """The fields of a configuration as JSON with sorted keys, for inference."""
-    plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-    try:
-        text = json.dumps(plain | {"inference_mode": True}, indent=2, sort_keys=True)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the adapter's configuration cannot be written: {error}") from None
-    return text.encode()

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from expunge.errors import ExpungeError, InputError, describe_error
 from expunge.networks.randomness import seeded
-from expunge.networks.tensors import check_state, list_trainable, unwrap
+from expunge.networks.tensors import list_trainable, read_extra_state, unwrap
 
-_BUILT: WeakSet[nn.Module] = WeakSet()
+_BUILT: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()  # and their extra state
 
 
 def call_build(
-    build: Callable[[], Any],
-    seed: int = 0,
-    field: str = "build",
-    device: torch.device | str | None = None,
+    build: Callable[[], Any], seed: int = 0, device: torch.device | str | None = None
 ) -> nn.Module:
     """The module that ``build()`` returns under ``seed``, on ``device`` if there is one; the
     caller's generators stay as they are.
@@ -39,34 +38,49 @@ def call_build(
     """
     if isinstance(build, nn.Module) or not callable(build):
         kind = f"a {type(build).__name__}"
-        raise InputError(f"{field} is {kind}; it must be a function that returns a fresh nn.Module")
+        raise InputError(f"build is {kind}; it must be a function that returns a fresh nn.Module")
     try:
         with seeded(seed):
             model = build()
     except ExpungeError:
         raise
     except Exception as error:
-        raise InputError(f"{field}() failed: {describe_error(error, own=1)}") from error
+        raise InputError(f"build() failed: {describe_error(error, own=1)}") from error
     if not isinstance(model, nn.Module):
-        raise InputError(f"{field}() returned a {type(model).__name__}; it must be an nn.Module")
-    inner = unwrap(model)
+        raise InputError(f"build() returned a {type(model).__name__}; it must be an nn.Module")
+    inner, trainable = unwrap(model), list_trainable(model)
+    again = "it must make a new one at every call"
     if inner in _BUILT:
-        again = "returned one and the same module twice; it must make a new one at every call"
-        raise InputError(f"{field}() {again}")
-    _BUILT.add(inner)
-    trainable = list_trainable(model)
-    check_state(model)
+        raise InputError(f"build() returned one and the same module twice; {again}")
+    _BUILT[inner] = _save(read_extra_state(model))
     if not trainable:
         valid = "one that has a parameter with requires_grad"
-        raise InputError(f"{field}() returned a module with nothing to train; it must be {valid}")
-    used = next((name for name, p in trainable.items() if p.grad is not None), None)
-    if used is not None:
-        raise InputError(
-            f"{field}() returned a module that was trained before: {used} has a gradient; it must "
-            "make a new one at every call"
-        )
+        raise InputError(f"build() returned a module with nothing to train; it must be {valid}")
+    for name, p in trainable.items():
+        if p.grad is not None:
+            used = f"trained before: {name} has a gradient"
+            raise InputError(f"build() returned a module that was {used}; {again}")
     try:
         return model if device is None else model.to(device)
     except (RuntimeError, AssertionError) as error:
         valid = f"one that torch has here ({describe_error(error, own=1)})"
         raise InputError.of("device", str(device), valid) from None
+
+
+def check_extra_state(module: nn.Module) -> None:
+    """Warn where training changed what ``get_extra_state`` gives: a release does not hold it."""
+    inner = unwrap(module)
+    built = _BUILT.get(inner)
+    if built and _save(found := read_extra_state(inner)) != built:
+        warnings.warn(
+            f"training changed {next(iter(found))} (get_extra_state), which a release does not "
+            "hold: load_model gives build()'s again; keep it in a registered buffer",
+            stacklevel=3,
+        )
+
+
+def _save(state: dict[str, Any]) -> bytes:
+    try:
+        return pickle.dumps(state) if state else b""
+    except Exception:  # somebody's class; then nothing is compared
+        return b""

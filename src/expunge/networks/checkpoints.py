@@ -15,12 +15,13 @@ import pathlib
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from expunge.certificates.release import Release
@@ -33,6 +34,7 @@ from expunge.networks.tensors import (
     list_published,
     list_tensors,
     list_trainable,
+    name_first,
 )
 
 _FILES = (
@@ -44,7 +46,7 @@ _FILES = (
     "adapter_model.bin",
 )
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt")
-_DEPTH = 3
+_DEPTH = 3  # of mappings in a checkpoint
 # Plain values that people keep beside weights; reading them runs nobody's code.
 _PLAIN: list[Any] = [
     argparse.Namespace, pathlib.PosixPath, np.dtype, np.ndarray,
@@ -53,18 +55,12 @@ _PLAIN: list[Any] = [
 ]  # fmt: skip
 
 Named = dict[str, Tensor]
-_ADVICE = "choose one by key="
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
 def read_old(
-    old: object,
-    module: nn.Module,
-    *,
-    key: str | None = None,
-    strict: bool = True,
-    field: str = "old",
-) -> dict[str, Tensor]:
+    old: object, module: nn.Module, *, key: str | None = None, strict: bool = True
+) -> Named:
     """The old values of ``module``'s trainable parameters, by its own names, in its dtypes.
 
     ``key`` chooses where a checkpoint holds several sets of weights (``model`` and ``ema``). Names
@@ -75,39 +71,40 @@ def read_old(
     >>> list(read_old(old, model))
     ['weight', 'bias']
     """
-    own = list_trainable(module)
-    wanted = {name: tuple(p.shape) for name, p in own.items()}
-    names = {alias: name for name, every in list_aliases(module).items() for alias in every}
+    own, names = list_trainable(module), list_aliases(module)
     short = {n: names[place] for n, place in list_file_names(module).items() if place in names}
-    found = _match(_read_sets(old, field), wanted, short | names, key, field)
-    if not found:
-        raise InputError(f"{field} has none of the names of build()'s module, {next(iter(own))} …")
-    shapes = {n: tuple(t.shape) for n, t in found.items() if tuple(t.shape) != wanted[n]}
-    missing = [name for name in wanted if name not in found]
-    if strict and missing:
-        first = f"{missing[0]}" + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+    found = _match(old, own, short | names, "old", key)
+    shapes = {n: tuple(t.shape) for n, t in found.items() if t.shape != own[n].shape}
+    if not found or (not strict and len(shapes) == len(found)):
+        first = f"{next(iter(own))} …" + ("" if not found else ", in their shapes")
+        raise InputError(f"old has none of the names of build()'s module, {first}")
+    if strict and (missing := [name for name in own if name not in found]):
         raise InputError(
-            f"{field} has no tensor for {first}; it must have every trainable parameter of "
-            "build()'s module, or strict=False lets those start at the centre"
+            f"old has no tensor for {name_first(missing)}; it must have every trainable parameter "
+            "of build()'s module, or strict=False lets those start at the centre"
         )
     if strict and shapes:
-        name = next(iter(shapes))
-        valid = f"{wanted[name]}, or strict=False lets it start at the centre"
-        raise InputError.of(f"the shape of {name} in {field}", shapes[name], valid)
-    for name, tensor in found.items():
+        (name, shape), *_ = shapes.items()
+        valid = f"{tuple(own[name].shape)}, or strict=False lets it start at the centre"
+        raise InputError.of(f"the shape of {name} in old", shape, valid)
+    kept = {name: found[name] for name in own if name in found and name not in shapes}
+    for name, tensor in kept.items():
         if not tensor.is_floating_point() and not tensor.is_complex():
-            raise InputError.of(f"{name} in {field}", tensor.dtype, "floating-point weights")
-    kept = {name: t for name, t in found.items() if name not in shapes}
-    if not kept:
-        raise InputError(f"{field} fits build()'s module nowhere: no tensor has its name and shape")
+            raise InputError.of(f"{name} in old", tensor.dtype, "floating-point weights")
     if (wrong := find_nonfinite(kept)) is not None:
-        raise InputError(f"{wrong} in {field} is not finite; weights must be finite numbers")
-    return {n: kept[n].to(own[n].device, own[n].dtype) for n in own if n in kept}
+        raise InputError(f"{wrong} in old is not finite; weights must be finite numbers")
+    return {name: t.to(own[name].device, own[name].dtype) for name, t in kept.items()}
 
 
-def compare_published(
-    file: object, module: nn.Module, *, key: str | None = None, field: str = "published"
-) -> tuple[str, ...]:
+def read_state(old: object, module: nn.Module, key: str | None = None) -> Named:
+    """All tensors of ``module`` that ``old`` has, running statistics too: to measure the old model,
+    and for nothing else."""
+    own = list_tensors(module)
+    found = _match(old, own, list_file_names(module) | {name: name for name in own}, "old", key)
+    return {name: t for name, t in found.items() if t.shape == own[name].shape}
+
+
+def compare_published(file: object, module: nn.Module) -> tuple[str, ...]:
     """The names of frozen tensors and buffers that are bit for bit those of a published file; one
     that differs is refused.
 
@@ -116,18 +113,17 @@ def compare_published(
     ('weight', 'bias')
     """
     own = list_published(module)
-    wanted = {name: tuple(t.shape) for name, t in own.items()}
     names = list_base_names(own) | {name: name for name in own}
-    found = _match(_read_sets(file, field), wanted, names, key, field)
-    tied: dict[tuple[int, ...], Tensor] = {_locate(own[n]): t for n, t in found.items()}
+    found = _match(file, own, names, "published")
+    tied = {_locate(own[n]): t for n, t in found.items()}  # a file may have one name of several
     for name, tensor in own.items():
         other = found.get(name, tied.get(_locate(tensor)))
         if other is None:
             valid = "it must have every frozen tensor and buffer of build()'s module"
-            raise InputError(f"{field} has no tensor for {name}; {valid}")
+            raise InputError(f"published has no tensor for {name}; {valid}")
         if not has_same_bits(other.to(tensor.dtype), tensor):
             valid = "a frozen tensor must be the published one"
-            raise InputError(f"{name} of build()'s module is not the one in {field}; {valid}")
+            raise InputError(f"{name} of build()'s module is not the one in published; {valid}")
     return tuple(own)
 
 
@@ -135,58 +131,61 @@ def _locate(tensor: Tensor) -> tuple[int, ...]:
     return (tensor.data_ptr(), *tensor.shape, *tensor.stride())
 
 
-def read_tensors(path: str | Path, key: str | None = None, field: str = "file") -> Named:
-    """The named tensors of a file or folder; ``key`` chooses where there are several sets."""
-    sets = _choose_sets(_read_sets(Path(path), field), key, field)
-    if len(sets) > 1:
-        raise InputError(f"{field} is {path}, which has weights in {_quote(sets)}; {_ADVICE}")
-    return next(iter(sets.values()))
-
-
 def _match(
-    sets: dict[str, Named],
-    wanted: Mapping[str, tuple[int, ...]],
+    old: object,
+    own: Mapping[str, Tensor],
     names: Mapping[str, str],
-    key: str | None,
     field: str,
+    key: str | None = None,
 ) -> Named:
-    """The tensors by the module's names: of the set, and without the prefix, that fit best.
+    """The tensors of ``old`` by the module's names: under the prefix where most of them fit.
 
-    ``names`` are the module's own, by all that a file may have for them: those of tied tensors, of
-    PEFT's files, of the base alone.
+    ``names`` are the module's ``own``, by all that a file may have for them: those of tied tensors,
+    of PEFT's files, of the base alone.
     """
-    readings: dict[tuple[str, str], list[tuple[str, str, Tensor]]] = {}
-    for place, tensors in _choose_sets(sets, key, field).items():
-        for given, tensor in tensors.items():
-            for prefix, rest in _split(given if given in names else _strip(given)):
-                if rest in names:
-                    found = (names[rest], given, tensor)
-                    readings.setdefault((place, prefix), []).append(found)
-    fits = {
-        at: len({n for n, _, t in found if tuple(t.shape) == wanted[n]})
-        for at, found in readings.items()
-    }
-    most = max(fits.values(), default=0)
-    best = [at for at in fits if fits[at] == most and (most or not at[1])]
-    # Names that need no reading are no question.
-    chosen = [at for at in best if not at[1] or (at[0], "") not in best]
+    given = read_tensors(old, field)
+    if isinstance(old, nn.Module):  # whose adapter may have another name
+        given |= {n: given[place] for n, place in list_file_names(old).items()}
+    readings: dict[str, list[tuple[str, str, Tensor]]] = {}
+    for name, tensor in given.items():
+        for prefix, rest in _split(_WRAPPERS.sub("", name)):
+            if rest in names:
+                readings.setdefault(prefix, []).append((names[rest], name, tensor))
+    if not readings:
+        return {}
+    chosen = _choose(readings, own)
+    if key is not None:
+        inside = {p: found for p, found in readings.items() if p.startswith(f"{key}.")}
+        inside = inside or {p: found for p, found in readings.items() if f".{key}." in f".{p}"}
+        if not inside:
+            places = [repr(prefix[:-1]) for prefix in chosen if prefix]
+            valid = f"one of {', '.join(places)}" if places else "left out"
+            raise InputError.of(f"key of {field}", key, valid)
+        chosen = _choose(inside, own)
     if len(chosen) > 1:
-        places = sorted(f"{place}.{prefix}".strip(".") for place, prefix in chosen)
-        raise InputError(f"{field} has weights in {_quote(places)} that fit; {_ADVICE}")
+        places = " and in ".join(sorted(repr(prefix[:-1]) for prefix in chosen))
+        raise InputError(f"{field} has weights in {places} that fit; choose one by key=")
     kept: Named = {}
-    for name, given, tensor in readings[chosen[0]] if chosen else ():
+    for name, place, tensor in readings[chosen[0]]:
         before = kept.setdefault(name, tensor)
         if before is not tensor and not has_same_bits(before, tensor):
             raise InputError(
-                f"{field} has two different tensors for {name}, one of them is {given}"
+                f"{field} has two different tensors for {name}, one of them is {place}"
             )
     return kept
 
 
-def _strip(name: str) -> str:
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def _choose(
+    readings: Mapping[str, list[tuple[str, str, Tensor]]], own: Mapping[str, Tensor]
+) -> list[str]:
+    """The prefixes under which most tensors have a name and its shape; of those that only read on
+    from another (``model.`` and ``model.teacher.``), the shorter."""
+    ranks = {
+        prefix: (len({n for n, _, t in found if t.shape == own[n].shape}), len(found))
+        for prefix, found in readings.items()
+    }
+    best = [prefix for prefix, rank in ranks.items() if rank == max(ranks.values())]
+    return [p for p in best if not any(p != other and p.startswith(other) for other in best)]
 
 
 def _split(name: str) -> Iterator[tuple[str, str]]:
@@ -200,8 +199,41 @@ def _split(name: str) -> Iterator[tuple[str, str]]:
         yield name[: match.end()], name[match.end() :]
 
 
-def _quote(names: Iterable[str]) -> str:
-    return " and in ".join(map(repr, names))
+def read_tensors(old: object, field: str = "old") -> Named:
+    """All named tensors of ``old``; those of a checkpoint's inner mappings as ``model.NAME``.
+
+    >>> list(read_tensors({"epoch": 3, "ema": {"weight": torch.ones(1)}}))
+    ['ema.weight']
+    """
+    match old:
+        case nn.Module():
+            found = list_tensors(old)
+        case Release():
+            found = {name: torch.as_tensor(t) for name, t in old.tensors.items()}
+        case str() | Path():
+            parts = _read_path(Path(old), field)
+            found = {name: t for part in parts for name, t in _flatten(part)}
+        case Mapping():
+            found = dict(_flatten(old))
+        case _:
+            valid = "a module, a state_dict or the path of a checkpoint"
+            raise InputError(f"{field} is a {type(old).__name__}; it must be {valid}")
+    if not found:
+        raise InputError(f"{field} has no named tensors, as state_dict() gives them")
+    # What several processes share out is read whole.
+    whole = {
+        n: cast(Any, t).full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()
+    }
+    return {name: tensor.detach() for name, tensor in whole.items()}
+
+
+def _flatten(loaded: object, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(loaded, Tensor) and prefix:
+        yield prefix[:-1], loaded
+    elif isinstance(loaded, Mapping) and depth <= _DEPTH:
+        for name, part in cast(Mapping[Any, Any], loaded).items():
+            if isinstance(name, str):
+                yield from _flatten(part, f"{prefix}{name}.", depth + 1)
 
 
 def find_file(path: Path, field: str = "old") -> Path:
@@ -218,52 +250,30 @@ def find_file(path: Path, field: str = "old") -> Path:
     kinds = {name.startswith("adapter"): name for name in reversed(found)}
     if len(kinds) == 1:
         return path / found[0]
+    inner = [
+        p.name
+        for p in path.iterdir()
+        if p.suffix in _SUFFIXES or any((p / n).is_file() for n in _FILES)
+    ]
     if kinds:
-        both = " and ".join(kinds.values())
-        raise InputError(f"{field} is {path}, which has {both}; name the one that is meant")
-    if any(path.glob("*.distcp")):
-        raise InputError(
-            f"{field} is {path}, a distributed checkpoint; make one file of it: python -m "
-            "torch.distributed.checkpoint.format_utils dcp_to_torch"
-        )
-    inner = [part.name for part in path.iterdir() if any((part / n).is_file() for n in _FILES)]
-    inner += [part.name for part in path.iterdir() if part.suffix in _SUFFIXES]
-    advice = f"name one of {', '.join(sorted(inner))}" if inner else "name a file of weights"
-    raise InputError(f"{field} is {path}, a folder that has none of {', '.join(_FILES)}; {advice}")
+        why = f"which has {' and '.join(kinds.values())}; name the one that is meant"
+    elif any(path.glob("*.distcp")):
+        why = "a distributed checkpoint; make one file of it: python -m "
+        why += "torch.distributed.checkpoint.format_utils dcp_to_torch"
+    else:
+        advice = f"name one of {', '.join(sorted(inner))}" if inner else "name a file of weights"
+        why = f"a folder that has none of {', '.join(_FILES)}; {advice}"
+    raise InputError(f"{field} is {path}, {why}")
 
 
-def _list_parts(file: Path) -> list[Path]:
-    """The files of an index; a file itself is its only part."""
-    if not file.name.endswith(".index.json"):
-        return [file]
-    places = cast(Mapping[str, str], json.loads(file.read_text("utf-8"))["weight_map"])
-    return [file.with_name(Path(name).name) for name in sorted(set(places.values()))]
-
-
-def _read_sets(old: object, field: str) -> dict[str, Named]:
-    """Every set of named tensors in ``old``, by its place ("" is the whole)."""
-    match old:
-        case nn.Module():
-            tensors = _gather(list_tensors(old))
-            return {"": tensors | {n: tensors[own] for n, own in list_file_names(old).items()}}
-        case Release():
-            return {"": {name: torch.as_tensor(t) for name, t in old.tensors.items()}}
-        case Mapping():
-            sets = dict(_list_sets(cast(Mapping[object, object], old)))
-            if not sets:
-                raise InputError(f"{field} has no named tensors, as state_dict() gives them")
-            return sets
-        case str() | Path():
-            return _read_path(Path(old), field)
-        case _:
-            valid = "a module, a state_dict or the path of a checkpoint"
-            raise InputError(f"{field} is a {type(old).__name__}; it must be {valid}")
-
-
-def _read_path(path: Path, field: str) -> dict[str, Named]:
+def _read_path(path: Path, field: str) -> list[Any]:
+    """What a file holds, or each file of an index."""
     file = find_file(path, field)
     try:
-        parts = [_load(part) for part in _list_parts(file)]
+        if not file.name.endswith(".index.json"):
+            return [_load(file)]
+        places = json.loads(file.read_text("utf-8"))["weight_map"]
+        return [_load(file.with_name(Path(name).name)) for name in sorted(set(places.values()))]
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
         raise InputError(
@@ -274,60 +284,11 @@ def _read_path(path: Path, field: str) -> dict[str, Named]:
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).split("\n")[0]
         raise InputError(f"{field} is {file}, which cannot be read: {reason}") from None
-    found: dict[str, Named] = {}
-    for part in parts:
-        for place, tensors in _list_sets(part):
-            found.setdefault(place, {}).update(tensors)
-    if not found:
-        raise InputError(f"{field} is {file}; it must have named tensors, as state_dict() gives")
-    return found
 
 
 def _load(file: Path) -> Any:
     if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
         return load_file(file)
     with torch.serialization.safe_globals(_PLAIN):
         mapped = zipfile.is_zipfile(file)  # so that an optimizer's state is never read
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
-
-
-def _list_sets(loaded: object, place: str = "", depth: int = 0) -> Iterator[tuple[str, Named]]:
-    """Mappings from names to tensors, in a checkpoint's own places (``state_dict``, ``ema``, …)."""
-    if not isinstance(loaded, Mapping) or depth > _DEPTH:
-        return
-    items = cast(Mapping[Any, Any], loaded).items()
-    tensors = {n: t for n, t in items if isinstance(n, str) and isinstance(t, Tensor)}
-    inner = [
-        found
-        for name, part in items
-        if isinstance(name, str) and isinstance(part, Mapping)
-        for found in _list_sets(part, f"{place}.{name}" if place else name, depth + 1)
-    ]
-    if tensors:
-        yield place, _gather(tensors)
-    yield from inner
-
-
-def _gather(tensors: Mapping[str, Any]) -> Named:
-    """Tensors that several processes share out, whole."""
-    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in tensors.items()}
-    return {name: tensor.detach() for name, tensor in whole.items()}
-
-
-def _choose_sets(sets: dict[str, Named], key: str | None, field: str) -> dict[str, Named]:
-    """The sets at ``key``: a place in the checkpoint, or what stands before names there."""
-    if key is None:
-        return sets
-    within = {p: t for p, t in sets.items() if f"{p}.".startswith(f"{key}.")}
-    for place, tensors in {} if within else sets.items():
-        for head in (f"{key}.", f"{key}.".removeprefix(f"{place}.")):
-            chosen = {n.removeprefix(head): t for n, t in tensors.items() if n.startswith(head)}
-            if chosen:
-                within[place] = chosen
-    if not within:
-        places = [repr(place) for place in sets if place]
-        valid = f"one of {', '.join(places)}" if places else "left out"
-        raise InputError.of(f"key of {field}", key, valid)
-    return within

@@ -39,17 +39,15 @@ def seeded(seed: int) -> Generator[None]:
     """
     if not isinstance(seed, int) or isinstance(seed, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError.of("seed", seed, "a whole number")
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-    own, numpy, python = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed_all(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(own)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-        np.random.set_state(numpy)
-        random.setstate(python)
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    numpy, python = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng(devices):
+        seed_all(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy)
+            random.setstate(python)
 
 
 def seed_all(seed: int) -> None:

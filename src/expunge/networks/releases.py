@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate, certify
@@ -20,15 +19,16 @@ from expunge.certificates.hashes import combine_leaves, hash_file, hash_tensor
 from expunge.certificates.record import Record, Tensors
 from expunge.certificates.release import CERTIFICATE, WEIGHTS, Contents, Release, describe_contents
 from expunge.errors import InputError, UnlearningError, VerificationError
-from expunge.networks.adapters import CONFIG, FILE, find_adapter, list_adapters, list_file_names
-from expunge.networks.building import call_build
+from expunge.networks.adapters import FILE, find_adapter, list_adapters, list_file_names
+from expunge.networks.building import call_build, check_extra_state
 from expunge.networks.tensors import (
-    check_state,
     find_nonfinite,
     list_published,
     list_tensors,
-    load_tensors,
+    name_first,
+    read_extra_state,
     unwrap,
+    walk_tensors,
 )
 
 ADAPTER = "adapter"
@@ -52,16 +52,14 @@ def list_contents(module: nn.Module, tensors: Mapping[str, Tensor] | None = None
         raise InputError.of("what was applied", type(module).__name__, "None or an nn.Module")
     named = dict(list_tensors(module) if tensors is None else tensors)
     if tensors is None:
-        check_state(module)
+        read_extra_state(module)
     if (wrong := find_nonfinite(named, list_published(module))) is not None:
         advice = "lower the learning rate, or mend what was applied"
         raise UnlearningError(f"{wrong} is not finite, so nothing is released; {advice}")
     files: dict[str, Any] = dict(_write_configs(module))
-    adapter = find_adapter(module, named)
-    if adapter is not None:
-        files[f"{ADAPTER}/{CONFIG}"] = adapter.config
-        files[f"{ADAPTER}/{FILE}"] = adapter.tensors
-    return Contents(named, files, None if adapter is None else adapter.describe())
+    hashes, adapter = find_adapter(module, named) or (None, {})
+    files |= {f"{ADAPTER}/{name}": content for name, content in adapter.items()}
+    return Contents(named, files, hashes)
 
 
 def make_release(
@@ -80,6 +78,7 @@ def make_release(
     ``start`` is :func:`hash_start` of what ``build()`` gave: of the tensors that the record calls
     published, those are that training left as they were. ``tensors`` see :func:`list_contents`.
     """
+    check_extra_state(module)
     contents = list_contents(module, tensors)
     leaves = {name: hash_tensor(tensor, name) for name, tensor in contents.tensors.items()}
     update = describe_contents(contents, combine_leaves(leaves.values()))
@@ -128,43 +127,39 @@ def load_model(run: str | Path, build: Callable[[], nn.Module]) -> nn.Module:
     ``expunge.verify``.
     """
     folder = Path(run)
-    certificate = _read_certificate(folder)
-    module = call_build(build, int(certificate.seed))
-    weights = certificate.weights
+    if not (folder / CERTIFICATE).is_file():
+        raise InputError.of("run", str(folder), f"the folder of a release, with {CERTIFICATE}")
+    certificate = Certificate.load(folder / CERTIFICATE)
+    if certificate.statistics is not None or certificate.sharding is not None:
+        shards = "shards; expunge.exact.shards_ensemble.load_ensemble(run, build)"
+        kind = "a linear model; expunge.linear_model.load(run)"
+        kind = kind if certificate.sharding is None else shards
+        raise InputError(f"{folder} is the release of {kind} reads it")
+    module, weights = call_build(build, int(certificate.seed)), certificate.weights
+    own = list_tensors(module)
     if (folder / WEIGHTS).is_file():
         tensors = read_verified(folder / WEIGHTS, weights.after)
     elif weights.adapter is not None:
-        there = find_adapter(module)
-        if (base := None if there is None else there.describe().base) != weights.adapter.base:
+        hashes, _ = find_adapter(module) or (None, {})
+        if (base := None if hashes is None else hashes.base) != weights.adapter.base:
             raise VerificationError(
                 f"build() gives a base with the hash {base}; the adapter's certificate says "
                 f"{weights.adapter.base}"
             )
         names = list_file_names(module)
         given = read_verified(folder / ADAPTER / FILE, weights.adapter.hash)
-        tensors = list_tensors(module) | {names.get(n, n): t for n, t in given.items()}
+        tensors = own | {names.get(n, n): t for n, t in given.items()}
     else:
         raise InputError.of("run", str(run), f"a folder with {WEIGHTS}")
-    for name, own in list_tensors(module).items():  # what was applied may have changed the dtype
-        if name in tensors and own.dtype != tensors[name].dtype and own.is_floating_point():
-            *path, last = name.split(".")
-            owner = unwrap(module).get_submodule(".".join(path))
-            getattr(owner, last).data = own.to(tensors[name].dtype)
-    load_tensors(module, tensors, f"{run}")
+    shapes = [{name: t.shape for name, t in named.items()} for named in (own, tensors)]
+    if wrong := sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()}):
+        raise InputError(
+            f"build()'s module and {run} differ in the name or shape of {name_first(wrong)}; "
+            "build() must be that of the run"
+        )
+    for name, tensor in walk_tensors(module):  # what was applied may have changed the dtype
+        tensor.data = tensors[name].to(tensor.device, copy=True)
     return module.eval()
-
-
-def _read_certificate(folder: Path) -> Certificate:
-    if not (folder / CERTIFICATE).is_file():
-        raise InputError.of("run", str(folder), f"the folder of a release, with {CERTIFICATE}")
-    certificate = Certificate.load(folder / CERTIFICATE)
-    if certificate.statistics is not None:
-        use = "expunge.linear_model.load(run)"
-        raise InputError(f"{folder} is the release of a linear model; {use} reads it")
-    if certificate.sharding is not None:
-        use = "expunge.exact.shards_ensemble.load_ensemble(run, build)"
-        raise InputError(f"{folder} is the release of shards; {use} reads it")
-    return certificate
 
 
 def read_verified(file: Path, expected: str) -> dict[str, Tensor]:
@@ -174,5 +169,4 @@ def read_verified(file: Path, expected: str) -> dict[str, Tensor]:
     found = hash_file(file)
     if found != expected:
         raise VerificationError(f"{file} has the hash {found}; its certificate says {expected}")
-    tensors: dict[str, Tensor] = load_file(file)
-    return {name: torch.as_tensor(tensor) for name, tensor in tensors.items()}
+    return load_file(file)

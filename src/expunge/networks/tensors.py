@@ -7,7 +7,7 @@ module is a new one from ``build()``, so nothing of an old model is in them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from expunge.certificates.hashes import hash_tensors
 from expunge.errors import InputError
 
 WRAPPERS: Mapping[str, str] = {
@@ -46,8 +45,9 @@ def unwrap(module: nn.Module) -> nn.Module:
         module = cast(nn.Module, getattr(module, inner[0]))
 
 
-def _list_named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers, tied ones under each name, in state_dict's order."""
+def walk_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The module's own parameters and persistent buffers by the names, and in the order, of
+    ``state_dict``: without ``module.`` or ``_orig_mod.``, tied ones under each of their names."""
     inner: Any = unwrap(module)
     own = inner._parameters | inner._buffers
     for name, tensor in own.items():
@@ -55,32 +55,36 @@ def _list_named(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tens
             yield f"{prefix}{name}", tensor
     for name, child in inner._modules.items():
         if child is not None:
-            yield from _list_named(child, f"{prefix}{name}.")
+            yield from walk_tensors(child, f"{prefix}{name}.")
 
 
 def list_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by the names, and in the order, of ``state_dict``.
-
-    Names have no ``module.`` or ``_orig_mod.``; tied tensors are under each of their names.
+    """The tensors of :func:`walk_tensors`, detached.
 
     >>> list(list_tensors(nn.DataParallel(nn.BatchNorm1d(2))))
     ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
     """
-    return {name: tensor.detach() for name, tensor in _list_named(module)}
+    return {name: tensor.detach() for name, tensor in walk_tensors(module)}
 
 
-def check_state(module: nn.Module) -> None:
-    """Refuse a module whose state is not all tensors: the rest would be lost in a release.
+def read_extra_state(module: nn.Module) -> dict[str, Any]:
+    """What ``state_dict`` has of ``get_extra_state``, which no release holds; any other value that
+    is no tensor is refused: a release is named tensors.
 
-    >>> check_state(nn.Linear(1, 1))
+    >>> read_extra_state(nn.Linear(1, 1))
+    {}
     """
+    found: dict[str, Any] = {}
     for name, value in unwrap(module).state_dict().items():
-        # What get_extra_state gives is the module's own affair, and build()'s again when loaded.
-        if not isinstance(value, Tensor) and value is not None and "_extra_state" not in name:
+        if name.endswith("_extra_state"):
+            found[name] = value
+        elif not isinstance(value, Tensor) and value is not None:
+            kind = type(value).__name__
             raise InputError(
-                f"{name} in the model's state is a {type(value).__name__}; a release is named "
-                "tensors, so it would be lost"
+                f"{name} in the model's state is a {kind}; a release is named tensors, so it would "
+                "be lost"
             )
+    return found
 
 
 def list_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -94,7 +98,7 @@ def list_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     ['0.weight', '1.bias']
     """
     found: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, tensor in _list_named(module):
+    for name, tensor in walk_tensors(module):
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
             if isinstance(tensor, UninitializedParameter):
                 raise InputError(
@@ -105,12 +109,10 @@ def list_trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     return dict(found.values())
 
 
-def list_aliases(module: nn.Module) -> dict[str, list[str]]:
-    """All names of each trainable parameter, by the one that :func:`list_trainable` gives it."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in _list_named(module):
-        names.setdefault(id(tensor), []).append(name)
-    return {name: names[id(tensor)] for name, tensor in list_trainable(module).items()}
+def list_aliases(module: nn.Module) -> dict[str, str]:
+    """Every name of a trainable parameter, and the one that :func:`list_trainable` gives it."""
+    own = {id(parameter): name for name, parameter in list_trainable(module).items()}
+    return {name: own[id(t)] for name, t in walk_tensors(module) if id(t) in own}
 
 
 def list_published(module: nn.Module) -> dict[str, Tensor]:
@@ -119,13 +121,8 @@ def list_published(module: nn.Module) -> dict[str, Tensor]:
     >>> list(list_published(nn.BatchNorm1d(2, affine=False)))
     ['running_mean', 'running_var', 'num_batches_tracked']
     """
-    trained = {name for names in list_aliases(module).values() for name in names}
+    trained = list_aliases(module)
     return {name: t for name, t in list_tensors(module).items() if name not in trained}
-
-
-def hash_module(module: nn.Module) -> str:
-    """The hash of a module's named tensors, as that of a release's file."""
-    return hash_tensors(list_tensors(module))
 
 
 class Buffers:
@@ -143,33 +140,28 @@ class Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._places: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
-        self._tensors: list[Tensor] = []
-        for part in module.modules():
-            buffers = part._buffers  # pyright: ignore[reportPrivateUsage]
-            self._places.append((buffers, dict(buffers)))
-            self._tensors += [b for b in buffers.values() if b is not None]
-        # Of an expanded tensor several elements are one: no operation can write to it.
-        self._tensors = [tensor for tensor in self._tensors if not _is_expanded(tensor)]
+        own = [cast(dict[str, Tensor | None], cast(Any, m)._buffers) for m in module.modules()]
+        self._places = [(buffers, dict(buffers)) for buffers in own]
+        every = [b for buffers in own for b in buffers.values() if b is not None]
+        self._tensors = [tensor for tensor in every if not _is_expanded(tensor)]
         self._values = [tensor.detach().clone() for tensor in self._tensors]
 
     def restore(self) -> None:
         """Every buffer as it was."""
         for buffers, before in self._places:
-            if len(buffers) != len(before) or any(
-                buffers.get(n) is not b for n, b in before.items()
-            ):
-                buffers.clear()
-                buffers.update(before)
+            buffers.clear()
+            buffers.update(before)
         if self._tensors:
             with torch.no_grad():
                 cast(Any, torch)._foreach_copy_(self._tensors, self._values)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    """Of an expanded tensor several elements are one: no operation can write to it."""
+    sizes = (
+        zip(tensor.shape, tensor.stride(), strict=True) if tensor.layout is torch.strided else ()
+    )
+    return any(n > 1 and step == 0 for n, step in sizes)
 
 
 def set_training_mode(module: nn.Module) -> None:
@@ -223,29 +215,6 @@ def has_same_bits(one: Tensor, two: Tensor) -> bool:
     return torch.equal(*flat)
 
 
-def find_copied(
-    old: Mapping[str, Tensor], fresh: Mapping[str, Tensor], unchanged: Collection[str] = ()
-) -> list[str]:
-    """Names of ``fresh`` tensors that have the old one's very values: training would have changed
-    them, so ``build()`` loads what it must not.
-
-    Tensors whose numbers are all equal are nobody's, and ``unchanged`` names those that training
-    never touched.
-
-    >>> old = {"a": torch.arange(3.0), "b": torch.ones(3)}
-    >>> find_copied(old, {"a": torch.arange(3.0), "b": torch.ones(3)})
-    ['a']
-    """
-    return [
-        name
-        for name, tensor in fresh.items()
-        if name in old
-        and name not in unchanged
-        and torch.equal(tensor.detach(), old[name].to(tensor.device, tensor.dtype))
-        and bool((tensor.detach() != tensor.detach().flatten()[:1]).any())
-    ]
-
-
 def find_nonfinite(tensors: Mapping[str, Tensor], public: Collection[str] = ()) -> str | None:
     """The name of a tensor with NaN or infinity in it; a mask that is public may have infinity.
 
@@ -281,27 +250,11 @@ def collect_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: t for name, t in found.items() if name in named and isinstance(t, Tensor)}
 
 
-@torch.no_grad()
-def load_tensors(module: nn.Module, tensors: Mapping[str, Tensor], what: str = "the run") -> None:
-    """Copy named tensors into a module that has the same names and shapes.
+def name_first(names: Iterable[str]) -> str:
+    """The first name and how many more there are, for a sentence.
 
-    >>> load_tensors(nn.Linear(1, 1), {"weight": torch.ones(1, 1)})
-    Traceback (most recent call last):
-    ...
-    expunge.errors.InputError: build() returned a module with bias, which the run has not; it must
-    have the run's own names
+    >>> name_first(["a", "b", "c"])
+    'a and 2 more'
     """
-    own = list_tensors(module)
-    absent, strange = own.keys() - tensors.keys(), tensors.keys() - own.keys()
-    if names := absent or strange:
-        first = min(names) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-        gave = f"build() returned a module {'with' if absent else 'without'} {first}"
-        has = "has not" if absent else "has"
-        raise InputError(f"{gave}, which {what} {has}; it must have the run's own names")
-    for name, tensor in tensors.items():
-        if tensor.shape != own[name].shape:
-            place, valid = f"the shape of {name} in build()'s module", tuple(tensor.shape)
-            raise InputError.of(place, tuple(own[name].shape), f"{valid}, as in {what}")
-    for name, tensor in tensors.items():
-        if not _is_expanded(own[name]):
-            own[name].copy_(tensor)
+    first, *more = names
+    return f"{first} and {len(more)} more" if more else first

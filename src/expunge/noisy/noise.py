@@ -175,7 +175,9 @@ class NoiseStream:
 
         Steps and, within a step, positions only move forward: no value is ever drawn twice.
         """
-        _check_draw(out, std)
+        if not 0 <= std <= LARGEST_STD:
+            valid = "a number from 0 to 2**40 (noise_std in cells of the grid)"
+            raise InputError.of("std", std, valid)
         step = _check_whole("step", step, STEPS)
         position = _check_whole("position", position, POSITIONS - out.size + 1)
         with np.errstate(divide="ignore", under="ignore"):
@@ -352,17 +354,6 @@ def _make_intervals() -> Any:
 
 def _counter(domain: int, step: int, block: int) -> bytes:
     return ((domain << 62 | step) << 64 | block).to_bytes(_BLOCK, "big")
-
-
-def _check_draw(out: Any, std: object) -> None:
-    plain = isinstance(out, np.ndarray) and out.dtype == np.float64
-    if not plain or out.ndim != 1 or not out.flags.carray:
-        raise InputError(
-            f"out is a {type(out).__name__}; it must be a writable, contiguous float64 array of "
-            "one dimension"
-        )
-    if not isinstance(std, float | int | np.floating) or not 0 <= std <= LARGEST_STD:
-        raise InputError.of("std", std, "a number from 0 to 2**40 (noise_std in cells of the grid)")
 
 
 def _check_whole(field: str, value: object, end: int) -> int:

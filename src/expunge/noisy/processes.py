@@ -27,7 +27,6 @@ from torch.distributed.rendezvous import rendezvous
 from expunge import errors
 from expunge.errors import ExpungeError, InputError, RunError, UnlearningError
 from expunge.noisy.noise import Noise, NoiseStream
-from expunge.training.batches import count_examples, map_tensors
 
 CHECK_EVERY = 50  # steps between two comparisons of what the processes have
 TIMEOUT_SECONDS = 600.0
@@ -208,32 +207,3 @@ def joined(timeout_seconds: float = TIMEOUT_SECONDS) -> Generator[Processes]:
         yield find_processes()
     finally:
         dist.destroy_process_group()
-
-
-def split_batch(batch: Any, processes: Processes) -> tuple[Any, float]:
-    """This process's share of a batch, and its weight: count / total; None for a share of nothing.
-
-    Process r of n takes examples ⌊r b/n⌋ to ⌊(r + 1) b/n⌋ of a batch of b, in order.
-
-    >>> share, weight = split_batch((torch.eye(5), torch.arange(5)), Processes(1, 2))
-    >>> share[1].tolist(), weight
-    ([2, 3, 4], 0.6)
-    """
-    if processes.alone:
-        return batch, 1.0
-    total = count_examples(batch)
-    if total < 1:
-        raise UnlearningError("a batch has no tensor to split between processes")
-    start = processes.rank * total // processes.size
-    stop = (processes.rank + 1) * total // processes.size
-
-    def cut(tensor: Any) -> Any:
-        if not isinstance(tensor, Tensor) or (tensor.ndim > 0 and len(tensor) != total):
-            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise UnlearningError(
-                f"a batch of {total} examples has a tensor of shape {shape}; to be split between "
-                "processes, every tensor must have the examples first"
-            )
-        return tensor[start:stop] if tensor.ndim > 0 else tensor
-
-    return (map_tensors(batch, cut), (stop - start) / total) if stop > start else (None, 0.0)

@@ -11,89 +11,48 @@ generators are seeded from the run, and every parameter is written from the vect
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from expunge.accounting.precision import LARGEST_CELL
 from expunge.certificates.consistency import NOISE_DEVIATIONS
 from expunge.certificates.hashes import hash_tensor
 from expunge.certificates.record import Trace
-from expunge.errors import InputError, RunError, UnlearningError
-from expunge.files import write_atomic
+from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import seed_all
-from expunge.networks.tensors import Buffers, list_trainable
+from expunge.networks.tensors import Buffers, evaluating, list_trainable
 from expunge.noisy.noise import Noise, NoiseStream
-from expunge.noisy.processes import CHECK_EVERY, Processes, split_batch
-from expunge.noisy.vector import CHUNK, GridVector, Norms, Update
+from expunge.noisy.processes import CHECK_EVERY, Processes
+from expunge.noisy.vector import GridVector, Norms, Update
 from expunge.progress import show_progress
 from expunge.recipes import GradientClipping, NoisyRecipe, OutputPerturbation, schedule
-from expunge.training.batches import Batches, map_tensors, move_batch
-from expunge.training.losses import Loss, compute_loss
+from expunge.training.batches import Batches, copy_batch, move_batch, split_batch
+from expunge.training.checkpoints import read_checkpoint, write_checkpoint
+from expunge.training.losses import Loss, compute_gradients, compute_loss, run_twice
 
-FILE = "noisy.safetensors"
-STATEFUL = (
-    "one batch gives two gradients, with buffers and random generators restored in between: "
-    "forward() keeps something from one call to the next ({}), which a noisy run may not; keep it "
-    "in a registered buffer, or start it anew at every call"
-)
+FILE = "noisy.pt"
+SAVE_EVERY = 30.0  # seconds
 _COLUMNS = len(Trace.model_fields)
-# Two runs of one batch may differ by so many units in the last place, where kernels add in any
-# order.
-_KERNELS = 16
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The state of a run in its ``folder``: one file, replaced in one rename every so many seconds.
-
-    It has the vector as it is, and the trace so far; never a noise key. A step whose noise was
-    drawn but whose state was not saved is done again with fresh noise: that draw was never
-    released. Like the old model, a checkpoint is private.
-    """
-
-    folder: Path
-    every: float = 30.0
-
-    def save(self, counts: Mapping[str, int], tensors: Mapping[str, Tensor]) -> None:
-        """Replace what was saved before."""
-        data = save({n: t.cpu() for n, t in tensors.items()}, {"counts": json.dumps(dict(counts))})
-        try:
-            write_atomic(self.folder / FILE, data, private=True)
-        except OSError as error:
-            raise RunError(
-                f"checkpoint {self.folder / FILE} cannot be written: {error.strerror or error}; "
-                "the state saved before it is still there"
-            ) from error
-
-    def load(self) -> tuple[dict[str, int], dict[str, Tensor]] | None:
-        """What was saved; None if nothing was."""
-        file = self.folder / FILE
-        if not file.exists():
-            return None
-        try:
-            with safe_open(file, framework="pt") as saved:
-                tensors = {name: saved.get_tensor(name) for name in ("cells", "trace")}
-                return json.loads(saved.metadata()["counts"]), tensors
-        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-            raise InputError(f"checkpoint {file} cannot be read: {error}") from None
 
 
 class Steps:
-    """One run: its vector, its trace, and how far it has come."""
+    """One run: its vector, its trace, and how far it has come.
+
+    ``folder`` keeps its state: the vector as it is, and the trace so far; never a noise key. A step
+    whose noise was drawn but whose state was not saved is done again with fresh noise: that draw
+    was never released.
+    """
 
     def __init__(
         self,
@@ -104,7 +63,9 @@ class Steps:
         loss: Loss | None,
         noise: Noise,
         processes: Processes,
+        folder: Path | None = None,
     ) -> None:
+        self.file = None if folder is None else folder / FILE
         self.module, self.vector, self.recipe, self.loss = module, vector, recipe, loss
         self.batches, self.noise, self.processes = batches, noise, processes
         self.parameters = list(list_trainable(module).values())
@@ -133,7 +94,7 @@ class Steps:
         elif recipe.start_noise_std > 0:
             self.vector.perturb(0, recipe.start_noise_std)
 
-    def run(self, checkpoint: Checkpoint | None = None, *, progress: bool = False) -> None:
+    def run(self, *, progress: bool = False) -> None:
         """The steps that remain; the state is saved now and then, at the end and at Ctrl-C."""
         saved = time.monotonic()
         batches = self.batches.repeat(self.done)
@@ -141,20 +102,18 @@ class Steps:
         shown = progress and self.processes.leads
         try:
             for t in show_progress(remaining, self.count, "unlearning", shown):
-                self._step(t, batches, nullcontext() if checkpoint is None else uninterrupted())
+                self._step(t, batches, nullcontext() if self.file is None else uninterrupted())
                 if self.done % CHECK_EVERY == 0:
                     self._compare()
-                if checkpoint is not None and time.monotonic() - saved >= checkpoint.every:
-                    self.save(checkpoint)
+                if time.monotonic() - saved >= SAVE_EVERY:
+                    self.save()
                     saved = time.monotonic()
         except KeyboardInterrupt:
-            if checkpoint is not None:
-                self.save(checkpoint)
+            self.save()
             raise
         self.buffers.restore()
         self._compare()
-        if checkpoint is not None:
-            self.save(checkpoint)
+        self.save()
 
     def _step(self, t: int, batches: Iterator[Any], whole: AbstractContextManager[object]) -> None:
         """x_{t+1} = Π_R(x_t - γ_t (clip(g_t) + λ (x_t - c))) + N(0, σ_t² I)."""
@@ -178,33 +137,35 @@ class Steps:
         """The gradient of step t, averaged over the processes, and its norm."""
         assert self._stream is not None
         seed_all(self._stream.derive_seed(f"data {t}"))
-        batch, weight = split_batch(next(batches), self.processes)
+        batch, weight = split_batch(next(batches), self.processes.rank, self.processes.size)
         seed = self._stream.derive_seed(f"step {t} of rank {self.processes.rank}")
         if self._checked:
-            gradients = self._differentiate(batch, weight, seed)
+            gradients = self._differentiate(batch, weight, seed, self._move)
         else:
             with self.processes.together():
                 gradients = self._check_forward(batch, weight, seed)
         gradients = self.processes.sum(gradients)
         return gradients, self.vector.gradient_norm(gradients)
 
-    def _differentiate(self, batch: Any, weight: float, seed: int) -> list[Tensor]:
+    def _differentiate(self, batch: Any, weight: float, seed: int, move: Any) -> list[Tensor]:
         """``weight`` times the gradient of one batch, buffers as ``build()`` gave them."""
         self.buffers.restore()
         seed_all(seed)
         if batch is None:
             return [torch.zeros_like(p) for p in self.parameters]
-        batch = self._move(batch, self.vector.device)
+        batch = move(batch, self.vector.device)
         return compute_gradients(self.module, self.parameters, batch, self.loss, weight)
 
     def _check_forward(self, batch: Any, weight: float, seed: int) -> list[Tensor]:
-        """A ``forward`` that keeps something between calls gives two gradients of one batch."""
-        again = copy_batch(batch, self.vector.device)
-        first = self.vector.summarise(self._differentiate(again, weight, seed))
-        gradients = self._differentiate(batch, weight, seed)
-        unit = max(torch.finfo(p.dtype).eps for p in self.parameters)
-        kind = type(self.module).__name__
-        check_equal(first, self.vector.summarise(gradients), unit, kind)
+        """The gradient of the first step, if one batch gives one and the same."""
+        gradients, same = run_twice(lambda: self._differentiate(batch, weight, seed, copy_batch))
+        if not same:
+            kind = type(self.module).__name__
+            raise UnlearningError(
+                "one batch gives two gradients, with buffers and random generators restored in "
+                f"between: forward() keeps something from one call to the next ({kind}), which a "
+                "noisy run may not; keep it in a registered buffer, or start it anew at every call"
+            )
         self._checked = True
         return gradients
 
@@ -236,31 +197,34 @@ class Steps:
         }
         return Trace(**columns | {"nonfinite": tuple(map(bool, columns["nonfinite"]))})
 
-    def save(self, checkpoint: Checkpoint) -> None:
-        """Write the state; of several processes rank 0 does, since all have the same."""
-        if self.processes.leads:
+    def save(self) -> None:
+        """Write the state, if it is kept; of several processes rank 0 does: all have the same."""
+        if self.file is not None and self.processes.leads:
             counts = {"done": self.done, "keys": self.keys, "resumed": self.resumed}
-            checkpoint.save(counts, self._list_tensors())
+            write_checkpoint(self.file, counts | self._list_tensors())
 
-    def load(self, checkpoint: Checkpoint) -> bool:
-        """Go on from a checkpoint if there is one, with a key of its own if steps are left."""
-        found = None
+    def load(self) -> bool:
+        """Go on from the state that was saved, if one was, with a key of its own if steps are
+        left."""
+        found, own = None, self._list_tensors()
         with self.processes.together():
-            if self.processes.leads:
-                found = checkpoint.load()
-        counts = self.processes.share(None if found is None else found[0])
+            if self.file is not None and self.processes.leads:
+                found = read_checkpoint(self.file)
+            if found is not None:
+                self.done, self.keys, self.resumed = (
+                    found[name] for name in ("done", "keys", "resumed")
+                )
+                fits = all(tensor.shape == found[name].shape for name, tensor in own.items())
+                if not fits or self.done not in range(self.count + 1):
+                    raise self._refuse("its vector or its trace has another length")
+                for name, tensor in own.items():
+                    tensor.copy_(found[name])
+                self._check_norms()
+        counts = (self.done, self.keys, self.resumed) if found is not None else None
+        counts = self.processes.share(counts)
         if counts is None:
             return False
-        self.done, self.keys, self.resumed = counts["done"], counts["keys"], counts["resumed"]
-        own = self._list_tensors()
-        with self.processes.together():
-            if found is not None:
-                fits = all(own[name].shape == found[1][name].shape for name in own)
-                if not fits or self.done not in range(self.count + 1):
-                    raise _refuse(checkpoint, "its vector or its trace has another length")
-                for name, tensor in own.items():
-                    tensor.copy_(found[1][name])
-                self._check_norms(checkpoint)
+        self.done, self.keys, self.resumed = counts
         self.processes.share_tensors(own)
         self.vector.write()
         if self.done < self.count:
@@ -268,7 +232,7 @@ class Steps:
             self._take_key()
         return True
 
-    def _check_norms(self, checkpoint: Checkpoint) -> None:
+    def _check_norms(self) -> None:
         """Refuse a vector that the recipe cannot have led to: every ‖x - c‖ of the trace is within
         its clips, and the last one and its noise are those of the vector, so
 
@@ -289,7 +253,7 @@ class Steps:
             std, limits = recipe.start_noise_std, np.array([recipe.start_clip])
             norms, noises = limits, np.array([std * (root + NOISE_DEVIATIONS)])
         if not np.all(norms <= limits * (1 + 1e-9) + slack):
-            raise _refuse(checkpoint, "a norm of its trace is beyond the clips of the recipe")
+            raise self._refuse("a norm of its trace is beyond the clips of the recipe")
         m, noise = float(norms[-1]), float(noises[-1])
         square, found = m * m + noise * noise, float(self.vector.cells.norm()) * self.vector.grid
         allowed = 2 * NOISE_DEVIATIONS * std * m + 4 * slack * (m + noise + slack) + 1e-9 * square
@@ -297,7 +261,7 @@ class Steps:
         free = norms is limits or float(self.vector.cells.abs().max()) >= LARGEST_CELL
         least = 0.0 if free else square - allowed
         if not least <= found * found <= square + allowed:
-            raise _refuse(checkpoint, f"its vector has the norm {found:g}, to which no step led")
+            raise self._refuse(f"its vector has the norm {found:g}, to which no step led")
 
     def _list_limits(self, ends: Any) -> Any:
         """The largest ‖x - c‖ before the noise of every step that is done, of which ``ends`` says
@@ -315,70 +279,44 @@ class Steps:
     def _list_tensors(self) -> dict[str, Tensor]:
         return {"cells": self.vector.cells, "trace": torch.from_numpy(self.columns)}
 
-
-def _refuse(checkpoint: Checkpoint, why: str) -> InputError:
-    return InputError(
-        f"checkpoint {checkpoint.folder / FILE} is not one of this run: {why}; remove the folder "
-        "to start anew"
-    )
+    def _refuse(self, why: str) -> InputError:
+        return InputError(
+            f"checkpoint {self.file} is not one of this run: {why}; remove the folder to start anew"
+        )
 
 
-def compute_gradients(
-    module: nn.Module,
-    parameters: Sequence[nn.Parameter],
-    batch: Any,
-    loss: Loss | None,
-    weight: float = 1.0,
-) -> list[Tensor]:
-    """``weight`` times the gradient of a batch, one dense tensor per parameter; none stays behind.
+def estimate_statistics(
+    module: nn.Module, batches: Batches, loss: Loss | None, device: torch.device
+) -> tuple[str, ...]:
+    """Set running statistics of normalisations to the plain average over one pass of retained data;
+    returns the buffers' names.
 
-    >>> layer = nn.Linear(2, 1, bias=False)
-    >>> batch = torch.ones(1, 2), torch.zeros(1, 1)
-    >>> compute_gradients(layer, [layer.weight], batch, lambda output, target: output.sum())
-    [tensor([[1., 1.]])]
+    The weights are noisy by now, and everything else is in eval mode: this is post-processing.
+
+    >>> norm = nn.BatchNorm1d(1)
+    >>> data = Batches((torch.tensor([[1.0], [3.0]]), torch.zeros(2)), batch_size=2, seed=0)
+    >>> estimate_statistics(norm, data, lambda output, target: output.sum(), torch.device("cpu"))
+    ('running_mean', 'running_var', 'num_batches_tracked')
+    >>> norm.running_mean
+    tensor([2.])
     """
-    value = compute_loss(module, batch, loss)
-    if not value.requires_grad:
-        raise UnlearningError("the loss depends on no trainable parameter; it has no gradient")
-    (value if weight == 1 else value * weight).backward()
-    found: list[Tensor] = []
-    for p in parameters:
-        g, p.grad = p.grad, None
-        if g is None:
-            g = torch.zeros_like(p)
-        found.append((g if g.layout is torch.strided else g.to_dense()).contiguous())
-    return found
-
-
-def copy_batch(batch: Any, device: torch.device) -> Any:
-    """A copy on ``device``: a ``forward`` that writes into its input must not write into the data.
-
-    >>> copy_batch([torch.ones(2), "a"], torch.device("cpu"))
-    [tensor([1., 1.]), 'a']
-    """
-
-    def copy(tensor: Any) -> Any:
-        is_plain = isinstance(tensor, Tensor)
-        return tensor.to(device, copy=True) if is_plain else tensor.to(device)
-
-    return map_tensors(batch, copy)
-
-
-def check_equal(first: Tensor, second: Tensor, unit: float, kind: str) -> None:
-    """Refuse two summaries of one batch's gradient that differ by more than an order of adding.
-
-    >>> one = torch.tensor([[1.0, 4.0]])
-    >>> check_equal(one, one.clone(), 1e-7, "LSTM")
-    >>> check_equal(one, one + 1, 1e-7, "LSTM")
-    Traceback (most recent call last):
-    ...
-    expunge.errors.UnlearningError: one batch gives two gradients, with buffers and random ...
-    """
-    square = float(first[:, 1].sum())
-    allowed = _KERNELS * unit * torch.tensor([math.sqrt(square * CHUNK), square])
-    same = (first - second).abs() <= allowed
-    if math.isfinite(square) and not bool(same.all()):
-        raise UnlearningError(STATEFUL.format(kind))
+    found: dict[str, Any] = {
+        name: part
+        for name, part in module.named_modules()
+        if isinstance(part, _NormBase) and part.training and part.track_running_stats
+    }
+    momenta = {name: part.momentum for name, part in found.items()}
+    with evaluating(module), torch.no_grad():
+        for part in found.values():
+            part.training = True
+            part.reset_running_stats()
+            part.momentum = None
+        for batch in batches.read(0) if found else ():
+            compute_loss(module, move_batch(batch, device), loss)
+    for name, part in found.items():
+        part.momentum = momenta[name]
+    parts = ((f"{name}.".lstrip("."), part) for name, part in found.items())
+    return tuple(head + n for head, part in parts for n, _ in part.named_buffers(recurse=False))
 
 
 @contextmanager

@@ -33,7 +33,6 @@ from expunge.networks.randomness import derive_seed, seeded
 from expunge.networks.releases import hash_start, make_release
 from expunge.networks.tensors import (
     collect_tensors,
-    hash_module,
     list_tensors,
     list_trainable,
     set_training_mode,
@@ -41,16 +40,15 @@ from expunge.networks.tensors import (
 from expunge.noisy.choice import choose_recipe
 from expunge.noisy.noise import GENERATOR, Noise, check_noise
 from expunge.noisy.processes import find_processes
-from expunge.noisy.statistics import estimate_statistics
-from expunge.noisy.steps import Checkpoint, Steps
+from expunge.noisy.steps import Steps, estimate_statistics
 from expunge.noisy.vector import GridVector
 from expunge.recipes import ComparedTo, NoisyRecipe
 from expunge.training.batches import Batches, Loader
 from expunge.training.calling import Train, check_train, describe_environment, run_training
+from expunge.training.checkpoints import bind
 from expunge.training.losses import Loss, check_loss
 from expunge.training.requests import (
     Before,
-    bind,
     check_start,
     describe_code,
     describe_published,
@@ -157,26 +155,26 @@ def unlearn(
                 unchanged=tuple(dict.fromkeys(unchanged)), **request.describe(),
             )  # fmt: skip
             code = describe_code(record.salt, build=build, data=data, train=train, loss=loss)
-            checkpoint = None if resume is None else Checkpoint(Path(resume))
-            identity = {} if checkpoint is None and processes.alone else identify(
+            identity = {} if resume is None and processes.alone else identify(
                 request, build=build, train=train, loss=loss, loader=loader, recipe=recipe,
                 centre=centre, start=start, noise=source, seed=seed, batch_size=batch_size,
                 **{"public start": begun, "old model": before},
             )  # fmt: skip
-            if checkpoint is not None and processes.leads:
-                bind(checkpoint.folder, identity)
+            if resume is not None and processes.leads:
+                bind(resume, identity)
         processes.check_same(identity)
 
         c = fresh if centre == "build" else {n: torch.zeros_like(t) for n, t in fresh.items()}
         vector = GridVector(
             list(parameters.values()), list(c.values()) if centre == "build" else None, grid
         )
-        steps = Steps(module, vector, recipe, batches, loss, source, processes)
-        if checkpoint is None or not steps.load(checkpoint):
+        folder = None if resume is None else Path(resume)
+        steps = Steps(module, vector, recipe, batches, loss, source, processes, folder)
+        if not steps.load():
             steps.start([x.get(name, c[name]) for name in parameters])  # here the old model enters
         del x, fresh, c
-        steps.run(checkpoint, progress=progress)  # here noise is added
-        noisy, buffers = hash_module(module), ()
+        steps.run(progress=progress)  # here noise is added
+        noisy, buffers = hash_tensors(list_tensors(module)), ()
         if train is None:
             buffers = estimate_statistics(module, batches, loss, vector.device)
         del vector
@@ -228,15 +226,7 @@ def hash_old(old: Any, x: Mapping[str, Tensor], parent: Certificate | None) -> s
     """
     if parent is None:
         return hash_tensors(x)
-    match old:
-        case Release():
-            found = hash_tensors(old.tensors)
-        case nn.Module():
-            found = hash_tensors(list_tensors(old))
-        case str() | Path():
-            found = hash_tensors(read_tensors(old))
-        case _:
-            found = hash_tensors({n: t for n, t in old.items() if isinstance(t, Tensor)})
+    found = hash_tensors(read_tensors(old))
     if found != parent.weights.after:
         raise UnlearningError(
             "old is not what the parent released; a later noisy run starts from the release before "

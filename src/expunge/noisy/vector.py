@@ -118,11 +118,6 @@ class GridVector:
         """‖g‖ in float64; not finite if and only if some g_i is not (or overflows float64)."""
         return _root([_square(chunk.gather(gradients)) for chunk in self._chunks])
 
-    def summarise(self, gradients: Sequence[Tensor]) -> Tensor:
-        """(Σ g_i, ‖g‖²) of every chunk: two gradients with the same are the same."""
-        chunks = (chunk.gather(gradients) for chunk in self._chunks)
-        return torch.stack([torch.stack([g.sum(), g.dot(g)]) for g in chunks]).cpu()
-
     def clip_factor(self, norm: float, bound: float) -> float:
         """What brings a vector of this norm and of this length within ``bound``."""
         return clip_factor(norm, bound, self.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from expunge.data.examples import find_kind, list_columns, map_columns
+from expunge.data.examples import Kind, count, find_kind, map_columns, select
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import derive_seed
 
@@ -43,7 +43,7 @@ class Batches:
     ) -> None:
         check_batch_size(batch_size)
         self.batch_size, self.seed, self.collate, self.loader = batch_size, seed, collate, loader
-        self.kind = find_kind(examples)
+        self.kind: Kind = find_kind(examples)
         self.shuffle = shuffle and self.kind != "stream"
         if self.kind == "table" and examples.format["type"] is None:
             examples = examples.with_format("torch")
@@ -51,23 +51,19 @@ class Batches:
             examples = map_columns(getattr(examples, "tensors", examples), _to_column)
         self.examples = examples
 
-    def __len__(self) -> int:
-        if self.loader is not None or self.kind == "stream":
-            return self._measured
-        return len(self._cut(range(self._rows)))
-
     @functools.cached_property
     def _rows(self) -> int:
-        columns = self.kind == "columns"
-        return len(list_columns(self.examples)[0] if columns else self.examples)
+        return count(self.examples, self.kind)
 
-    @property
-    def _measured(self) -> int:
-        """Batches of a pass that nobody can know without reading it."""
-        if not hasattr(self, "_length"):
-            made = self.loader(self.examples, self.seed) if self.loader is not None else None
-            sized = made is not None and hasattr(made, "__len__")
-            self._length = len(cast(Any, made)) if sized else sum(1 for _ in self.read(0))
+    @functools.cached_property
+    def _length(self) -> int:
+        """Batches of a pass; where nobody can know that without reading it, it is read."""
+        if self.loader is None and self.kind != "stream":
+            return len(self._cut(range(self._rows)))
+        made = self.read(0) if self.loader is None else self.loader(self.examples, self.seed)
+        return len(made) if isinstance(made, Sized) else sum(1 for _ in made)
+
+    def __len__(self) -> int:
         return self._length
 
     def read(self, number: int) -> Iterator[Any]:
@@ -76,7 +72,10 @@ class Batches:
         if self.loader is not None:
             return iter(self.loader(self.examples, seed))
         if self.kind in ("columns", "frame") and self.collate is None:
-            return self._gather(seed)
+            # One gather per batch of what lies in memory: always a copy.
+            return (
+                select(self.examples, self.kind, at) for at in self._cut(self._draw(seed).numpy())
+            )
         return iter(self._load(seed))
 
     def repeat(self, taken: int = 0) -> Iterator[Any]:
@@ -103,11 +102,6 @@ class Batches:
         if len(order) % size == 1 and len(starts) > 1 and size > 1:
             starts.pop()
         return [order[a:b] for a, b in itertools.pairwise([*starts, len(order)])]
-
-    def _gather(self, seed: int) -> Iterator[Any]:
-        """One gather per batch of what lies in memory: always a copy."""
-        for places in self._cut(self._draw(seed)):
-            yield map_columns(self.examples, lambda c, p=places: _take(c, p))
 
     def _draw(self, seed: int) -> Tensor:
         if not self.shuffle:
@@ -137,27 +131,12 @@ def _to_column(column: Any) -> Any:
     """A column as a tensor where it is numbers; float64 of NumPy is the default float of torch."""
     if isinstance(column, Tensor):
         return column
-    if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
-        raise InputError.of("examples", type(column).__name__, "columns of tensors, arrays, lists")
-    array = np.asarray(column) if _is_numeric(column) else None
-    if array is None:
+    numbers = hasattr(column, "dtype") or all(isinstance(item, int | float) for item in column)
+    array = np.asarray(column) if numbers else None
+    if array is None or array.dtype.kind not in "biuf":
         return column
     made = torch.from_numpy(np.ascontiguousarray(array))
     return made.to(torch.get_default_dtype()) if array.dtype == np.float64 else made
-
-
-def _is_numeric(column: Any) -> bool:
-    if hasattr(column, "dtype"):
-        return np.dtype(column.dtype).kind in "biuf"
-    return all(isinstance(item, int | float) for item in column)
-
-
-def _take(column: Any, places: Tensor) -> Any:
-    if isinstance(column, Tensor):
-        return column.index_select(0, places.to(column.device))
-    if hasattr(column, "iloc"):
-        return column.iloc[places.numpy()]
-    return [column[place] for place in places.tolist()]
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -184,11 +163,17 @@ def move_batch(batch: Any, device: torch.device) -> Any:
     return map_tensors(batch, lambda tensor: tensor.to(device))
 
 
-def list_batch_tensors(batch: Any) -> list[Tensor]:
-    """The tensors of a batch, in order."""
-    found: list[Tensor] = []
-    map_tensors(batch, lambda t: found.append(getattr(t, "data", t)))
-    return [tensor for tensor in found if isinstance(tensor, Tensor)]  # pyright: ignore[reportUnnecessaryIsInstance]
+def copy_batch(batch: Any, device: torch.device) -> Any:
+    """A copy on ``device``: a ``forward`` that writes into its input must not write into the data.
+
+    >>> copy_batch([torch.ones(2), "a"], torch.device("cpu"))
+    [tensor([1., 1.]), 'a']
+    """
+
+    def copy(tensor: Any) -> Any:  # what is no tensor knows no copy=
+        return tensor.to(device, copy=True) if isinstance(tensor, Tensor) else tensor.to(device)
+
+    return map_tensors(batch, copy)
 
 
 def count_examples(batch: Any) -> int:
@@ -197,5 +182,36 @@ def count_examples(batch: Any) -> int:
     >>> count_examples({"input_ids": torch.zeros(4, 7)}), count_examples((torch.zeros(3, 2), 1))
     (4, 3)
     """
-    counts = (len(tensor) if tensor.ndim > 0 else 1 for tensor in list_batch_tensors(batch))
-    return next((count for count in counts if count > 0), 0)
+    found: list[Any] = []
+    map_tensors(batch, lambda tensor: found.append(getattr(tensor, "data", tensor)))
+    counts = (len(t) if t.ndim > 0 else 1 for t in found if isinstance(t, Tensor))
+    return next((number for number in counts if number > 0), 0)
+
+
+def split_batch(batch: Any, rank: int, size: int) -> tuple[Any, float]:
+    """What process ``rank`` of ``size`` takes of a batch, and its weight: count / total; None for a
+    share of nothing.
+
+    Process r of n takes examples ⌊r b/n⌋ to ⌊(r + 1) b/n⌋ of a batch of b, in order.
+
+    >>> share, weight = split_batch((torch.eye(5), torch.arange(5)), 1, 2)
+    >>> share[1].tolist(), weight
+    ([2, 3, 4], 0.6)
+    """
+    if size == 1:
+        return batch, 1.0
+    total = count_examples(batch)
+    if total < 1:
+        raise UnlearningError("a batch has no tensor to split between processes")
+    start, stop = rank * total // size, (rank + 1) * total // size
+
+    def cut(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or (tensor.ndim > 0 and len(tensor) != total):
+            shape = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise UnlearningError(
+                f"a batch of {total} examples has a tensor of shape {shape}; to be split between "
+                "processes, every tensor must have the examples first"
+            )
+        return tensor[start:stop] if tensor.ndim > 0 else tensor
+
+    return (map_tensors(batch, cut), (stop - start) / total) if stop > start else (None, 0.0)

@@ -30,10 +30,7 @@ def check_train(train: object) -> None:
     if not callable(train):
         raise InputError.of("train", train, "a function train(model, examples, seed)")
     given, named = _arrange(train, (None, None, 0), dict.fromkeys(OFFERS))
-    try:
-        signature = inspect.signature(train)
-    except (TypeError, ValueError):
-        return
+    signature = inspect.signature(train)
     try:
         signature.bind(*given, **named)
     except TypeError:
@@ -67,11 +64,7 @@ def _arrange(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Model, examples and seed by place, the seed only to who takes it; offers by name, where there
     is something to offer or the function has no value of its own."""
-    try:
-        parameters = dict(inspect.signature(train).parameters)
-    except (TypeError, ValueError):
-        return given, {}
-    kinds = inspect.Parameter
+    parameters, kinds = inspect.signature(train).parameters, inspect.Parameter
     named = {
         name: value
         for name, value in offers.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from expunge.data.data import Data
 from expunge.errors import InputError
 from expunge.networks.tensors import evaluating
 from expunge.training.batches import Batches, Collate, count_examples, move_batch
-from expunge.training.losses import Loss, compute_loss, takes_model
+from expunge.training.losses import Loss, run_batch
 
 
 @dataclass(frozen=True)
@@ -58,37 +58,20 @@ def evaluate(
 
 def _measure(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[float, int | None]:
     """Loss of a batch, and how many of its classes are right."""
-    if isinstance(batch, Mapping) and (loss is None or not takes_model(loss)):
-        output = model(**cast(Mapping[str, Any], batch))
-        logits, target = getattr(output, "logits", output), cast(Any, batch).get("labels")
-        own = loss is cross_entropy or loss is None
-        value = getattr(output, "loss", None) if own else None
-        found = compute_loss(model, batch, loss) if value is None else value
-        return float(found), count_hits(logits, target)
-    seen: list[tuple[Any, Any]] = []
-
-    def watch(output: Any, target: Any) -> Any:
-        assert loss is not None
-        if loss is cross_entropy and _is_real(target) and not _is_distribution(output, target):
-            raise InputError(
-                "loss is cross_entropy, and the targets are real numbers; it must be one that fits "
-                "them, such as torch.nn.functional.mse_loss"
-            )
-        seen.append((output, target))
-        return loss(output, target)
-
-    plain = loss is None or takes_model(loss)
-    value = float(compute_loss(model, batch, loss if plain else watch))
-    return value, count_hits(*seen.pop()) if seen else None
+    if loss is cross_entropy:  # a mapping's is that of the model itself
+        loss = None if isinstance(batch, Mapping) else _compare_classes
+    value, output, target = run_batch(model, batch, loss)
+    return float(value), count_hits(getattr(output, "logits", output), target)
 
 
-def _is_real(target: Any) -> bool:
-    return isinstance(target, Tensor) and target.is_floating_point()
-
-
-def _is_distribution(output: Any, target: Tensor) -> bool:
-    """Whether targets are probabilities of classes, as cross_entropy takes them, too."""
-    return target.ndim > 1 and target.shape[1] > 1 and output.shape == target.shape
+def _compare_classes(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy with classes or their probabilities, not with other real numbers."""
+    if target.is_floating_point() and (output.shape != target.shape or output.shape[1:] == (1,)):
+        raise InputError(
+            "loss is cross_entropy, and the targets are real numbers; it must be one that fits "
+            "them, such as torch.nn.functional.mse_loss"
+        )
+    return cross_entropy(output, target)
 
 
 def count_hits(output: Any, target: Any) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from expunge.certificates.certificate import Certificate
@@ -22,12 +22,10 @@ from expunge.data.data import Data, check_data
 from expunge.data.examples import list_columns
 from expunge.data.people import Names, check_request, read_people
 from expunge.errors import InputError, UnlearningError
-from expunge.files import write_atomic
 from expunge.networks.checkpoints import compare_published
-from expunge.networks.tensors import find_copied, list_published, list_trainable
+from expunge.networks.tensors import list_published, list_trainable, name_first
 
 Before = Release | Certificate | str | Path
-FILE = "run.json"  # of a folder of checkpoints, which belongs to one run
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,41 +82,30 @@ def read_request(data: Data, forget: Iterable[Any], parent: Before | None = None
     return Request(names, data.count(names), retained, created, before)
 
 
-def describe_code(salt: str, **functions: Any) -> Code:
+def describe_code(salt: str, *, data: Data | None = None, **functions: Any) -> Code:
     """The operator's code by salted hash: ``build``, ``train``, ``loss``, and ``data``: what loads
     it, says whose an example is, and makes a batch."""
-    given = {
-        name: [part for part in (thing.source, thing.person, thing.collate) if part is not None]
-        if isinstance(thing, Data)
-        else thing
-        for name, thing in functions.items()
-    }
-    hashes = {
-        name: hash_source(thing, salt)
-        for name, thing in given.items()
-        if thing is not None and thing != []
-    }
-    return Code(**hashes)
+    parts = [] if data is None else [data.source, data.person, data.collate]
+    given = functions | {"data": [part for part in parts if part is not None] or None}
+    return Code(**{n: hash_source(thing, salt) for n, thing in given.items() if thing is not None})
 
 
 def describe_training(train: Any, retained: Data) -> TrainingRun:
     """What a record says of a training: its name, and the options of the built-in one."""
     from expunge.training.training import Training
 
-    own = not isinstance(train, Training)
-    name = (
-        f"{getattr(train, '__module__', '')}.{getattr(train, '__qualname__', type(train).__name__)}"
-    )
+    own = getattr(train, "__qualname__", type(train).__name__)
+    built_in = isinstance(train, Training)
     return TrainingRun(
-        function=name if own else "expunge.Training",
-        options={} if own else train.describe(),
+        function="expunge.Training" if built_in else f"{getattr(train, '__module__', '')}.{own}",
+        options=train.describe() if built_in else {},
         examples=len(retained),
         validation=None if retained.validation is None else len(retained.validation),
     )
 
 
 def check_start(
-    module: nn.Module, old: Mapping[str, Tensor] | None, unchanged: Collection[str] = ()
+    module: nn.Module, old: Mapping[str, Tensor], unchanged: Collection[str] = ()
 ) -> None:
     """Refuse a ``build()`` that gives trainable weights of the old model: the slip of loading the
     trained file where the published one was meant."""
@@ -126,11 +113,18 @@ def check_start(
     if strange := [unchanged] if isinstance(unchanged, str) else sorted(set(unchanged) - set(own)):
         valid = f"a list of names of trainable parameters, such as {next(iter(own))!r}"
         raise InputError.of("unchanged", strange[0], valid)
-    copied = [] if old is None else find_copied(old, own, unchanged)
+    # Tensors whose numbers are all equal are nobody's.
+    copied = [
+        name
+        for name, fresh in ((n, p.detach()) for n, p in own.items())
+        if name in old
+        and name not in unchanged
+        and torch.equal(fresh, old[name].to(fresh.device, fresh.dtype))
+        and bool((fresh != fresh.flatten()[:1]).any())
+    ]
     if copied:
-        more = f" and {len(copied) - 1} more" if len(copied) > 1 else ""
         raise UnlearningError(
-            f"build() returns the old model's own weights in {copied[0]}{more}; it must give a "
+            f"build() returns the old model's own weights in {name_first(copied)}; it must give a "
             "public start (unchanged=[names] declares what the old training never touched)"
         )
 
@@ -147,53 +141,17 @@ def describe_published(module: nn.Module, published: str | Path | None) -> Tenso
 
 
 def identify(request: Request, **more: Any) -> dict[str, str]:
-    """What a resumed run must have in common with the one that was stopped, by name."""
-    functions = {name: read_source(thing) for name, thing in more.items() if callable(thing)}
-    plain = {name: repr(thing) for name, thing in more.items() if not callable(thing)}
-    facts: dict[str, str] = {
-        "people to forget": "\0".join(sorted(request.names)),
-        "data": _describe_data(request.retained),
-        "versions": repr(list_versions()),
-        **plain,
-        **functions,
-    }
-    return {
-        name: hash_bytes([text.encode("utf-8", "surrogatepass")]) for name, text in facts.items()
-    }
-
-
-def _describe_data(data: Data) -> str:
-    """Names and, of what lies in memory, the bytes."""
+    """What a resumed run must have in common with the one that was stopped, by name: of data that
+    lie in memory the bytes too."""
+    data = request.retained
     held = list_columns(data.examples) if data.kind == "columns" else []
     content = [hash_tensor(column).hex() for column in held if is_tensor(column)]
-    return repr((data.kind, data.people if data.stream else data.ids, content))
-
-
-def bind(folder: str | Path, identity: Mapping[str, str]) -> bool:
-    """Make ``folder`` this run's, or refuse one that is another's, naming what differs; returns
-    whether it has checkpoints to go on from."""
-    path = Path(folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    others = [one.name for one in path.parent.iterdir() if one.name != FILE]
-    kept = sorted(name for name in others if not name.endswith(".tmp"))  # what is being written
-    if not path.exists():
-        if kept:
-            raise InputError(
-                f"resume is {folder}, which has {kept[0]} and no {FILE} to say whose that is; name "
-                "an empty folder"
-            )
-        write_atomic(
-            path, json.dumps(dict(identity), sort_keys=True, indent=1).encode(), private=True
-        )
-        return False
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        raise InputError(f"{path} cannot be read; remove {folder} to start anew") from None
-    other = [name for name in identity if found.get(name) != identity[name]]
-    if other:
-        raise InputError(
-            f"resume is {folder}, which belongs to a run with other {' and '.join(other)}; restore "
-            "them, or name another folder"
-        )
-    return bool(kept)
+    facts = {
+        "people to forget": "\0".join(sorted(request.names)),
+        "data": repr((data.kind, data.people if data.stream else data.ids, content)),
+        "versions": repr(list_versions()),
+    }
+    facts |= {
+        n: read_source(given) if callable(given) else repr(given) for n, given in more.items()
+    }
+    return {n: hash_bytes([text.encode("utf-8", "surrogatepass")]) for n, text in facts.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -15,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge.errors import InputError, RunError, UnlearningError
-from expunge.files import write_atomic
+from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import derive_seed, seed_all
 from expunge.progress import show_progress
 from expunge.training.batches import (
@@ -24,10 +22,10 @@ from expunge.training.batches import (
     Collate,
     Loader,
     check_batch_size,
-    count_examples,
-    map_tensors,
     move_batch,
+    split_batch,
 )
+from expunge.training.checkpoints import read_checkpoint, write_checkpoint
 from expunge.training.evaluation import evaluate
 from expunge.training.losses import Loss, check_loss, compute_loss
 
@@ -91,8 +89,13 @@ class Training:
     def describe(self) -> dict[str, Any]:
         """The options as plain values, functions by name: what a record says of a training."""
         given = {field.name: getattr(self, field.name) for field in fields(self)}
-        del given["progress"]
-        return {name: _name(value) for name, value in given.items() if value is not None}
+        return {
+            name: value
+            if isinstance(value, str | int | float)
+            else getattr(value, "__qualname__", type(value).__name__)
+            for name, value in given.items()
+            if value is not None and name != "progress"
+        }
 
     def __call__(
         self,
@@ -128,11 +131,13 @@ class Training:
         for t in show_progress(range(done, steps), steps, "training", self.progress):
             run.step(t, next(stream))
             if (t + 1) % length == 0 or t + 1 == steps:
+                run.share_buffers()
                 if resume is not None:
                     run.save(Path(resume) / CHECKPOINT, t + 1)
                 if self.patience is not None and run.is_worse(validation, collate):
                     break
-        run.restore_best()
+        if run.best is not None:
+            model.load_state_dict(run.best)
         if state is not None:
             state["optimizer"] = run.optimizer.state_dict()
 
@@ -146,59 +151,54 @@ class Training:
             case "adamw":
                 return torch.optim.AdamW(parameters, **given)
             case make:
-                made = make(parameters)
-        if not isinstance(made, torch.optim.Optimizer):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InputError.of("optimizer()", type(made).__name__, "a torch optimizer")
-        return made
+                return make(parameters)
 
 
 CHECKPOINT = "training.pt"
 
 
+@dataclass
 class _Run:
     """One training: where it stands, and its best weights so far."""
 
-    def __init__(
-        self,
-        how: Training,
-        model: nn.Module,
-        parameters: list[nn.Parameter],
-        optimizer: torch.optim.Optimizer,
-        steps: int,
-    ) -> None:
-        self.how, self.model, self.parameters = how, model, parameters
-        self.optimizer, self.steps = optimizer, steps
-        self.device = parameters[0].device
-        self.rates = [float(group["lr"]) for group in optimizer.param_groups]
-        self.best: dict[str, Tensor] | None = None
-        self.least, self.waited = math.inf, 0
-        self.together = dist.is_available() and dist.is_initialized()
+    how: Training
+    model: nn.Module
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    steps: int
+    best: dict[str, Tensor] | None = None
+    least: float = math.inf
+    waited: int = 0
+
+    def __post_init__(self) -> None:
+        self.rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        together = dist.is_available() and dist.is_initialized()
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
     def step(self, t: int, batch: Any) -> None:
-        """One step of the optimizer on one batch."""
+        """One step of the optimizer on one batch, which several processes share."""
         factor = SCHEDULES[self.how.schedule](t / max(self.steps, 1))
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.zero_grad(set_to_none=True)
-        if self.together:
-            self._share(batch)
-        else:
-            compute_loss(self.model, move_batch(batch, self.device), self.how.loss).backward()
+        batch, share = split_batch(batch, self.rank, self.size)
+        if batch is not None:
+            loss = compute_loss(
+                self.model, move_batch(batch, self.parameters[0].device), self.how.loss
+            )
+            (loss if share == 1 else loss * share).backward()
+        for p in self.parameters if self.size > 1 else ():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
         if self.how.clip_norm is not None:
             nn.utils.clip_grad_norm_(self.parameters, self.how.clip_norm)
         self.optimizer.step()  # pyright: ignore[reportUnknownMemberType]
 
-    def _share(self, batch: Any) -> None:
-        """Of several processes each takes every n-th example; gradients are those of the batch."""
-        rank, size, total = dist.get_rank(), dist.get_world_size(), count_examples(batch)
-        own = map_tensors(batch, lambda t: t[rank::size] if t.ndim and len(t) == total else t)
-        share = count_examples(own) if total > rank else 0
-        if share:
-            loss = compute_loss(self.model, move_batch(own, self.device), self.how.loss)
-            (loss * (share / total)).backward()
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
+    def share_buffers(self) -> None:
+        """Running statistics are those of rank 0, as in torch's DistributedDataParallel."""
+        for buffer in self.model.buffers() if self.size > 1 else ():
+            if buffer.is_contiguous():  # else it is expanded, and nobody can write to it
+                dist.broadcast(buffer, 0)
 
     def is_worse(self, validation: Any, collate: Collate | None) -> bool:
         """Whether the loss on validation data has not fallen for ``patience`` epochs."""
@@ -210,47 +210,23 @@ class _Run:
             self.waited += 1
         return self.waited >= cast(int, self.how.patience)
 
-    def restore_best(self) -> None:
-        """The weights of the epoch that did best on validation data."""
-        if self.best is not None:
-            self.model.load_state_dict(self.best)
-
     def save(self, path: Path, done: int) -> None:
-        """A checkpoint after an epoch; the one before stays until this one is complete."""
-        kept = {
-            "done": done,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "best": self.best,
-            "least": self.least,
-            "waited": self.waited,
-        }
-        buffer = io.BytesIO()
-        torch.save(kept, buffer)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, buffer.getvalue(), private=True)
-        except OSError as error:
-            raise RunError(
-                f"checkpoint {path} cannot be written: {error.strerror}; make room and resume"
-            ) from error
+        """A checkpoint after an epoch."""
+        random, best = torch.get_rng_state(), (self.best, self.least, self.waited)
+        own = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        if self.rank == 0:
+            write_checkpoint(path, own | {"done": done, "random": random, "best": best})
 
     def load(self, path: Path) -> int:
         """Go on from a checkpoint, if there is one; returns how many steps are done."""
-        if not path.exists():
+        kept = read_checkpoint(path)
+        if kept is None:
             return 0
-        try:
-            kept = cast(Mapping[str, Any], torch.load(path, weights_only=True))
-            self.model.load_state_dict(kept["model"])
-            self.optimizer.load_state_dict(kept["optimizer"])
-            torch.set_rng_state(kept["random"])
-            self.best, self.least, self.waited = kept["best"], kept["least"], kept["waited"]
-            return int(kept["done"])
-        except Exception as error:
-            raise InputError(
-                f"checkpoint {path} cannot be read: {error}; remove it to start anew"
-            ) from None
+        self.model.load_state_dict(kept["model"])
+        self.optimizer.load_state_dict(kept["optimizer"])
+        torch.set_rng_state(kept["random"])
+        self.best, self.least, self.waited = kept["best"]
+        return int(kept["done"])
 
 
 def _climb(u: float) -> float:
@@ -268,9 +244,3 @@ SCHEDULES: Mapping[str, Callable[[float], float]] = {
     "cosine": lambda u: (1.0 + math.cos(math.pi * u)) / 2,
     "one-cycle": _climb,
 }
-
-
-def _name(value: Any) -> Any:
-    if isinstance(value, str | int | float):
-        return value
-    return getattr(value, "__qualname__", type(value).__name__)
