@@ -158,6 +158,26 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
         "build() returned a int; it must be",
     ),
     "no function": ({"model": {"build": "own.py:biuld"}}, "own.py has no function biuld"),
+    "no file": (
+        {"model": {"build": "mine.py:build"}},
+        "model.build is 'mine.py:build'; there is no such file in /",
+    ),
+    "no such module": (
+        {"data": {"load": "shop_of_nobody.data:load"}},
+        "ModuleNotFoundError: No module named 'shop_of_nobody'",
+    ),
+    "too little noise": (
+        {"method": NOISE["method"] | {"noise_std": 0.02}},
+        "and epsilon is 1; it needs more noise or smaller clips",
+    ),
+    "a clip that nothing covers": (
+        {"method": NOISE["method"] | {"start_clip": 1e300}},
+        "no value meets epsilon = 1, delta = 1e-05",
+    ),
+    "a key that is none": (
+        {"output": {"sign": "own.py"}},
+        "own.py cannot be used",
+    ),
     "load": ({"data": {"load": "own.py:fail"}}, "data.load failed: RuntimeError: the disk of the"),
     "no data": ({"data": {"load": "own.py:nothing"}}, "data.load returned a int; it must return"),
     "train": (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -41,33 +40,30 @@ TYPES: dict[str, type] = {"whole": int, "flag": bool}
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command METHOD, an option for every field of every recipe, and --recipe.
+    """Give a command METHOD and an option for every parameter of every method.
 
     The command gets them as ``data``, the recipe as plain data.
     """
     described = dict[str, Parameter]()
     for kind in METHODS.values():
         described = {p.name: p for p in describe_fields(kind)} | described
-    file = typer.Option(
-        "--recipe", help="TOML file with method = … and its parameters; may hold lists."
-    )
-    said = f"one of {', '.join(METHODS)}; left out with --recipe."
-    method = typer.Argument(metavar="METHOD", show_default=False, help=said)
-    added: dict[str, Any] = {"method": Annotated[str | None, method]}
+    method = typer.Argument(metavar="METHOD", help=f"one of {', '.join(METHODS)}.")
+    added: dict[str, Any] = {"method": Annotated[str, method]}
     for name, parameter in described.items():
         kind = TYPES.get(parameter.kind, float) | None
         added[name] = Annotated[kind, typer.Option(help=parameter.meaning)]
-    added["recipe"] = Annotated[Path | None, file]
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    made = [inspect.Parameter(n, keyword, default=None, annotation=a) for n, a in added.items()]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         options = {name: given.pop(name) for name in added}
-        command(_collect(options), **given)
+        command({name: v for name, v in options.items() if v is not None}, **given)
 
-    kept = [parameter.replace(kind=keyword) for parameter in own if parameter.name != "data"]
+    keyword, own = inspect.Parameter.KEYWORD_ONLY, inspect.signature(command, eval_str=True)
+    made = [
+        inspect.Parameter(n, keyword, default=... if n == "method" else None, annotation=a)
+        for n, a in added.items()
+    ]
+    kept = [p.replace(kind=keyword) for p in own.parameters.values() if p.name != "data"]
     run.__dict__["__signature__"] = inspect.Signature([*made, *kept])
     run.__annotations__ = {}
     return run
@@ -85,8 +81,8 @@ def account(
     """What a recipe certifies: --delta from --epsilon, or back."""
     from expunge.accounting.guarantee import guarantee
 
-    made, against = from_dict(data), cast(Any, compared_to)
-    found = guarantee(made, epsilon=epsilon, delta=delta, compared_to=against)
+    made = from_dict(data)
+    found = guarantee(made, epsilon=epsilon, delta=delta, compared_to=cast(Any, compared_to))
     print_guarantee(made, found, as_json)
 
 
@@ -196,21 +192,3 @@ def _list_values(recipe: Recipe) -> list[tuple[str, str]]:
         (name, f"{min(v)!r} … {max(v)!r} ({len(v)} values)" if isinstance(v, list) else str(v))
         for name, v in given.items()
     ]
-
-
-def _collect(options: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as plain data from the options, or from --recipe with options on top."""
-    path, method = options.pop("recipe"), options.pop("method")
-    data = {} if path is None else _read_recipe(path)
-    if method is not None and data.setdefault("method", method) != method:
-        raise InputError(f"METHOD is {method!r} but the recipe file says {data['method']!r}")
-    return data | {name: value for name, value in options.items() if value is not None}
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--recipe {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"--recipe {path} is not valid TOML: {error}") from None

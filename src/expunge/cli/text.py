@@ -62,6 +62,11 @@ def _escape_json(found: re.Match[str]) -> str:
     return found[0] if is_visible(found[0]) else json.dumps(found[0])[1:-1]
 
 
+def show(facts: dict[str, Any], text: str, as_json: bool) -> None:
+    """The facts for a program, or the text for people."""
+    print_json(facts) if as_json else echo(text)
+
+
 def quote(path: str | Path) -> str:
     """A path as it is typed here."""
     full = Path(path).absolute()

@@ -9,16 +9,8 @@ import expunge
 from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.learning import make_learner, split_examples
-from expunge.jobs.loading import explaining, importing_from, load_function
-from expunge.jobs.options import settle_recipe
-from expunge.jobs.request import (
-    Request,
-    collecting,
-    load_data,
-    load_request,
-    load_training,
-    refuse_all,
-)
+from expunge.jobs.loading import explaining, importing_from
+from expunge.jobs.request import Request, check_key, collecting, load_data, load_request, refuse_all
 from expunge.jobs.tables import LearnJob, NoisyTable, ShardsJob, UnlearnJob
 
 ROWS = 32  # that a linear model tries
@@ -29,9 +21,9 @@ def check_job(path: str | Path) -> list[str]:
     made = read_job(path)
     with importing_from(made.folder):
         if isinstance(made.job, UnlearnJob):
-            facts = _check_unlearn(JobFile(made.path, made.job))
+            facts = _check_unlearn(made.of(UnlearnJob))
         else:
-            facts = _check_learn(JobFile(made.path, made.job))
+            facts = _check_learn(made.of(LearnJob))
     return [f"method: {made.job.method.name}", *facts]
 
 
@@ -65,10 +57,10 @@ def _describe_noise(request: Request, method: NoisyTable) -> str:
     from expunge.noisy.choice import choose_recipe
 
     start = {n: p.detach() for n, p in list_trainable(call_build(request.build)).items()}
-    own: Any = (lambda count: settle_recipe(method, count)) if method.options else None
     asked: dict[str, Any] = {"delta": method.delta, "compared_to": method.compared_to}
+    more: dict[str, Any] = {"method": method.name, "releases": method.releases}
     recipe, execution, _ = choose_recipe(
-        own, start, epsilon=method.epsilon, method=method.name, releases=method.releases, **asked
+        method.recipe, start, epsilon=method.epsilon, **more, **asked
     )
     found = expunge.guarantee(recipe, execution=execution, **asked)
     return (
@@ -85,13 +77,13 @@ def _check_learn(made: JobFile[LearnJob]) -> list[str]:
         found["learner"] = make_learner(made, state=None)
     with collecting(problems):
         found["data"] = load_data(made)
+    with collecting(problems):
+        check_key(made, None if job.output is None else job.output.sign)
     refuse_all(made.path, problems)
     learner, data = found["learner"], found["data"]
     if isinstance(job, ShardsJob):
-        build = load_function("model.build", job.model.build, made.folder)
-        loss, train = load_training(made, job.training)
-        checked = expunge.check(build, data, train=train, **loss)
-        refuse_all(made.path, checked.problems)
+        checked = expunge.check(learner.plan.build, data, train=learner.plan.train)
+        refuse_all(made.path, list(checked.problems))
         return list(checked.facts)
     first = data if data.stream else data.take(range(min(ROWS, len(data))))
     with collecting(problems), explaining("one batch failed"):

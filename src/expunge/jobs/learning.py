@@ -18,10 +18,9 @@ import expunge
 from expunge.data.data import Data
 from expunge.errors import InputError
 from expunge.files import check_free
-from expunge.jobs.jobfile import JobFile, read_learn_job
+from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from, load_function
-from expunge.jobs.options import find_estimator
-from expunge.jobs.request import load_data, load_training
+from expunge.jobs.request import check_key, load_data, load_training
 from expunge.jobs.run import sign_release, write_release
 from expunge.jobs.tables import LearnJob, LinearJob, ShardsJob
 from expunge.manifests import read_kind
@@ -50,22 +49,24 @@ class Learned:
 
 def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
     """Learn a job's examples into its state; again, those that are new."""
-    made = read_learn_job(path)
+    made = read_job(path).of(LearnJob)
     job, state = made.job, made.locate(made.job.state.dir)
     if ray and not isinstance(job, ShardsJob):
         raise InputError(f"--ray is given, and {path} is of {job.method.name}; it trains shards")
-    there, folder = read_kind(state), None
+    there, folder, release = read_kind(state), None, None
     if there is None:
         check_free(state)
     elif there != job.method.name:
         valid = f"a state of {job.method.name}; it is one of {there}"
         raise InputError.of("state.dir", str(state), valid)
-    # Where a release was written before, learning more writes none by itself.
-    if job.output is not None and (there is None or State.open(state).parent is None):
-        folder = check_free(made.locate(job.output.dir))
+    if job.output is not None:
+        check_key(made, job.output.sign)
+        # Where a release was written before, learning more writes none by itself.
+        if there is None or State.open(state).parent is None:
+            folder = check_free(made.locate(job.output.dir))
     with importing_from(made.folder):
         data, learner = load_data(made), make_learner(made, state, ray=ray)
-        before, release = 0 if there is None else count_examples(learner), None
+        before = 0 if there is None else count_examples(learner)
         facts = f"{len(data):,} examples of {len(data.people):,} people"
         LOG.info("%s: %s", job.method.name, facts)
         with explaining("learning failed in the model, its data or its training"), reporting():
@@ -73,13 +74,11 @@ def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
                 learner.partial_fit(*split_examples(data), ids=data.ids)
             else:
                 learner.learn(data)
-        if isinstance(job, ShardsJob):
-            keep_job(learner.state, made)
-        after = count_examples(learner)
+                keep_job(learner.state, made)
         if job.output is not None and folder is not None:
             release = sign_release(learner.release(), made, job.output.sign)
             write_release(release, folder)
-    kept = len(learner.holds(data.people))
+    after, kept = count_examples(learner), len(learner.holds(data.people))
     return Learned(state, job.method.name, after - before, after, kept, folder, release)
 
 
@@ -106,29 +105,29 @@ def reporting() -> Generator[None]:
 
 def make_learner(made: JobFile[LearnJob], state: Path | None, ray: bool = False) -> Any:
     """The model of a job that goes on with ``state``. Call inside ``importing_from``."""
-    with explaining("model.build failed"):
-        match made.job:
-            case LinearJob(method=method) as job:
-                network = load_network(made, job)
-                options = {} if job.features is None else job.features.options
-                features = None if network is None else expunge.Features(network, **options)
-                kind = find_estimator(method.estimator)
-                return kind(**method.options, features=features, state=state)
-            case ShardsJob(method=method) as job:
-                build = load_function("model.build", job.model.build, made.folder)
-                train: Any = load_training(made, job.training)[1]
-                return expunge.Shards(build, train, **method.options, state=state, ray=ray)
+    job = made.job
+    if isinstance(job, ShardsJob):
+        build = load_function("model.build", job.model.build, made.folder)
+        train: Any = load_training(made, job.training)[1]
+        return expunge.Shards(build, train, **job.method.options, state=state, ray=ray)
+    assert isinstance(job, LinearJob)
+    network = load_network(made)
+    with explaining("[features] cannot be made"):
+        given = {} if job.features is None else job.features.options
+        features = None if network is None else expunge.Features(network, **given)
+    return job.method.kind(**job.method.options, features=features, state=state)
 
 
-def load_network(made: JobFile[LearnJob], job: LinearJob) -> Any:
-    """The published network of a job in eval mode; None where it has none. What ``build()`` draws
-    it draws under a public seed, as everywhere."""
-    if job.model.build is None:
+def load_network(made: JobFile[LearnJob]) -> Any:
+    """The published network of a linear model in eval mode; None where the job has none. What
+    ``build()`` draws it draws under a public seed, as everywhere."""
+    if made.job.model.build is None:
         return None
     from expunge.networks.randomness import seeded
 
-    with seeded(0):
-        network = load_function("model.build", job.model.build, made.folder)()
+    build = load_function("model.build", made.job.model.build, made.folder)
+    with explaining("model.build failed"), seeded(0):
+        network = build()
     return network.eval() if hasattr(network, "eval") else network
 
 
@@ -170,4 +169,4 @@ def find_job(state: Path) -> JobFile[LearnJob]:
             f"{state} was learned by {path}, which is gone, and its network is built there; put it "
             "back, or run expunge learn with the job where it is now"
         )
-    return read_learn_job(path)
+    return read_job(path).of(LearnJob)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import expunge
+from expunge.certificates.signing import sign_bytes
 from expunge.data.data import Data
 from expunge.data.people import read_people
 from expunge.errors import ExpungeError, InputError
@@ -47,10 +48,10 @@ def collecting(problems: list[str]) -> Generator[None]:
         problems.append(str(error))
 
 
-def refuse_all(path: Path, problems: Iterable[str]) -> None:
+def refuse_all(path: Path, problems: list[str]) -> None:
     """Refuse a job for all of its problems at once, if there are any."""
-    if found := list(problems):
-        raise join_mistakes(path, "", [((), problem) for problem in found])
+    if problems:
+        raise join_mistakes(path, problems)
 
 
 def load_request(
@@ -71,12 +72,14 @@ def load_request(
         found["loss"], found["train"] = load_training(made, job.training)
     with collecting(problems):
         found["data"] = load_data(made)
+    with collecting(problems):
+        check_key(made, job.output.sign)
     if problems:
         refuse_all(made.path, [*before, *problems])
     options = {
         "seed": 0 if job.training is None else job.training.seed,
-        "parent": None if job.method.parent is None else made.locate(job.method.parent),
-        "published": None if job.model.published is None else made.locate(job.model.published),
+        "parent": made.find(job.method.parent),
+        "published": made.find(job.model.published),
         "key": job.model.key,
         "unchanged": job.model.unchanged,
     }
@@ -85,8 +88,13 @@ def load_request(
         from torch.nn.functional import cross_entropy
 
         batches = {"loss": cross_entropy, "batch_size": job.method.batch_size} | batches
-    old = None if job.model.old is None else made.locate(job.model.old)
-    return Request(**found, old=old, options=options, batches=batches)
+    return Request(**found, old=made.find(job.model.old), options=options, batches=batches)
+
+
+def check_key(made: JobFile[Job], key: str | None) -> None:
+    """A key that cannot sign is refused before anything is trained, not after."""
+    if key is not None:
+        sign_bytes(b"", made.locate(key))
 
 
 def read_request_list(made: JobFile[UnlearnJob]) -> list[str]:

@@ -11,20 +11,17 @@ import json
 import logging
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import expunge
 from expunge.errors import InputError, RunError
 from expunge.files import check_free, write_atomic
-from expunge.jobs.jobfile import JobFile, read_unlearn_job
+from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.options import settle_recipe
 from expunge.jobs.request import Request, load_request
 from expunge.jobs.tables import Job, NoisyTable, UnlearnJob
 
@@ -33,18 +30,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("expunge")
 MOST_MEASURED = 5_000  # examples of each set, evenly spaced: a measurement is not a training
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal ended the run; ``exit_code`` is 128 + its number, as shells count.
-
-    >>> Stopped(signal.SIGTERM).exit_code
-    143
-    """
-
-    def __init__(self, number: int, again: str = "") -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}{again}")
-        self.exit_code = 128 + number
 
 
 def run_job(
@@ -69,14 +54,14 @@ def run_job(
     """
     from expunge.noisy.processes import joined
 
-    made = read_unlearn_job(path)
+    made = read_job(path).of(UnlearnJob)
     if parent is not None:
         method = made.job.method.model_copy(update={"parent": str(Path(parent).absolute())})
         made = JobFile(made.path, made.job.model_copy(update={"method": method}))
     target = find_target(made, out)
     work = target.absolute().with_name(f".{target.name}.unfinished")
     resume = resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    with catching_signals(path, out), importing_from(made.folder), joined() as processes:
+    with importing_from(made.folder), joined() as processes:
         with processes.together():
             if processes.leads:
                 check_free(target)
@@ -120,13 +105,12 @@ def _make_release(
             return expunge.retrain(request.build, data, old=request.old, **options)
         if method.noise_seed is not None:
             options["noise"] = expunge.SeededNoise(method.noise_seed)
-        if method.options:
-            options["recipe"] = lambda count: settle_recipe(method, count)  # pyright: ignore
         return expunge.unlearn(
             request.old,
             request.build,
             data,
             method=method.name,
+            recipe=method.recipe,
             epsilon=method.epsilon,
             delta=method.delta,
             compared_to=method.compared_to,
@@ -143,22 +127,23 @@ def _measure(
     made: JobFile[UnlearnJob], request: Request, release: Release, seconds: float
 ) -> dict[str, Any]:
     """How well the old model and the released one do; it says more than a release may: private."""
-    stages = list[dict[str, Any]]()
+    stages, models = list[dict[str, Any]](), {"after training": lambda: release.model}
     if request.old is not None:
-        with _leaving_out("the old model"):
-            old = _load_old(request, request.old, made.job.model.key)
-            stages.append({"stage": "before"} | _score(request, old))
-    with _leaving_out("the release"):
-        stages.append({"stage": "after training"} | _score(request, release.model))
+        models = {"before": lambda: _load_old(request)} | models
+    for stage, load in models.items():
+        try:
+            stages.append({"stage": stage} | _score(request, load()))
+        except Exception as error:  # a loss that measures nothing here loses no release
+            LOG.info("the model %s was not measured: %s", stage, str(error).split("\n")[0])
     return {"task": made.job.data.load, "stages": stages, "cost": {"seconds": round(seconds, 3)}}
 
 
-def _load_old(request: Request, file: Path, key: str | None) -> Any:
+def _load_old(request: Request) -> Any:
     """The old model, running statistics included, for a measurement and nothing else."""
     from expunge.networks.building import call_build
     from expunge.networks.checkpoints import read_old, read_tensors
 
-    module = call_build(request.build)
+    module, file, key = call_build(request.build), cast(Path, request.old), request.options["key"]
     found = dict(read_old(file, module, key=key, strict=False))
     with suppress(InputError):
         found = {n.removeprefix("module."): t for n, t in read_tensors(file, key).items()} | found
@@ -166,15 +151,6 @@ def _load_old(request: Request, file: Path, key: str | None) -> Any:
     fits = {n: t for n, t in found.items() if n in own and own[n].shape == t.shape}
     module.load_state_dict(fits, strict=False)
     return module
-
-
-@contextmanager
-def _leaving_out(what: str) -> Generator[None]:
-    """A loss that measures nothing here is no reason to lose a release."""
-    try:
-        yield
-    except Exception as error:
-        LOG.info("%s was not measured: %s", what, str(error).split("\n")[0])
 
 
 def _score(request: Request, model: Any) -> dict[str, Any]:
@@ -240,22 +216,3 @@ def _keeping(work: Path) -> Generator[None]:
         if work.is_dir() and {path.name for path in work.iterdir()} <= {"run.json"}:
             shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-@contextmanager
-def catching_signals(path: str | Path, out: str | Path | None) -> Generator[None]:
-    """SIGINT and SIGTERM end the run as one exception that says how to go on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    where = "" if out is None else f" --out {out}"
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(number, f"; go on with: expunge unlearn {path}{where} --resume")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
