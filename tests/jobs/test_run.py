@@ -79,6 +79,19 @@ def test_without_parameters_the_recipe_is_planned_around_build(tmp_path: Path) -
     assert found.epsilon <= 2.0
 
 
+def test_a_second_noisy_run_of_one_old_model_is_refused_before_it_runs(tmp_path: Path) -> None:
+    succeed("unlearn", write_job(tmp_path, NOISE))
+    path = write_job(tmp_path, NOISE, output={"dir": "second"})
+    for command in ("check", "unlearn"):
+        done = call(command, path)
+        assert done.returncode == 2
+        assert "is a noisy run of the same old model" in done.stderr
+        assert "examples stay" not in done.stderr
+    assert not (tmp_path / ".second.unfinished").exists()
+    path = write_job(tmp_path, NOISE, output={"dir": "second"}, method={"releases": 2})
+    succeed("unlearn", path)
+
+
 def test_seeded_noise_is_not_for_release_and_a_zero_centre_is_the_papers(tmp_path: Path) -> None:
     path = write_job(tmp_path, NOISE, method={"noise_seed": 0, "centre": "zero"})
     shown = succeed("unlearn", path)

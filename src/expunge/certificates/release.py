@@ -72,7 +72,9 @@ class Release:
         """
         target, certificate = Path(folder), self.certificate.to_bytes()
         self._check_weights()
-        _check_releases(target, self)
+        if self.record.start == "model":
+            used, releases = self.record.weights, self.certificate.releases
+            check_releases(target, used.old, releases, used.noisy)
         around = nullcontext() if self.saving is None else self.saving(target, certificate)
         with around, new_folder(target) as place:
             write_safetensors(place / WEIGHTS, self.tensors, self.certificate.describe_weights())
@@ -123,23 +125,21 @@ class Release:
         return replace(self, **made, tensors=contents.tensors, files=contents.files)
 
 
-def _check_releases(target: Path, release: Release) -> None:
-    """Refuse a noisy run beside others of its old model that its certificate does not count.
+def check_releases(target: Path, old: str | None, releases: int, noisy: str | None = None) -> None:
+    """Refuse a noisy run of ``old`` beside others of it that ``releases`` does not count.
 
     Releases of one noisy run (moved, copied, quantised) count once.
     """
-    own, others = release.record, dict[str, Path]()
-    if own.start != "model" or own.weights.old is None:
-        return
+    others = dict[str, Path]()
     for place in target.parent.glob(f"*/{RECORD}"):
         run = _read_noisy(place)
         if run is None:
             continue
-        noisy = run.weights.noisy
-        same = run.start == "model" and run.weights.old == own.weights.old
-        if same and noisy not in (None, own.weights.noisy):
-            others[noisy] = place.parent
-    if (count := 1 + len(others)) > release.certificate.releases:
+        other = run.weights.noisy
+        same = run.start == "model" and run.weights.old == old
+        if same and other not in (None, noisy):
+            others[other] = place.parent
+    if old is not None and (count := 1 + len(others)) > releases:
         raise InputError(
             f"{next(iter(others.values()))} is a noisy run of the same old model; together they "
             f"say more than this certificate: give releases={count}, or parent= to start from that "

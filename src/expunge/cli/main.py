@@ -7,37 +7,18 @@ import os
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import expunge
-from expunge.cli import doctor, releases, runs
+from expunge.cli import doctor, numbers, releases, runs
 from expunge.cli.text import echo
 from expunge.errors import ExpungeError, InputError, RunError, describe_error
 
 EXTRAS = {"torch": "torch", "sklearn": "torch", "ray": "ray"}
-NUMBERS = ("account", "calibrate", "plan")  # their options need the recipes, and so numpy
-
-
-class Commands(TyperGroup):
-    """All commands; those of :mod:`expunge.cli.numbers` are loaded when they are asked for."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*NUMBERS, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in NUMBERS:
-            return super().get_command(ctx, cmd_name)
-        from expunge.cli import numbers
-
-        return cast(Any, typer.main.get_command(numbers.app)).commands[cmd_name]
-
-
 app = typer.Typer(
     name="expunge",
-    cls=Commands,
     help="Certified machine unlearning: accounts, plans, runs and certificates.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -59,6 +40,9 @@ def options(
 
 
 for command in (
+    numbers.account,
+    numbers.calibrate,
+    numbers.plan,
     runs.demo,
     runs.init,
     doctor.doctor,

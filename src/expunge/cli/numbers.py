@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from expunge.cli.text import AsJson, ComparedTo, print_json, write
+from expunge.cli.text import AsJson, print_json, write
 from expunge.display import tabulate
 from expunge.errors import InputError
 from expunge.recipes import (
     METHODS,
+    ExactRecipe,
     Parameter,
     Recipe,
     describe_fields,
@@ -27,8 +28,6 @@ from expunge.recipes import (
 if TYPE_CHECKING:
     from expunge.recipes import Guarantee
 
-app = typer.Typer(rich_markup_mode=None)
-
 FREE: dict[str, Literal["smallest", "fewest", "largest"]] = {
     "noise_std": "smallest",
     "steps": "fewest",
@@ -36,7 +35,10 @@ FREE: dict[str, Literal["smallest", "fewest", "largest"]] = {
     "model_clip": "largest",
     "grad_clip": "largest",
 }
-TYPES: dict[str, type] = {"whole": int, "flag": bool}
+ComparedTo = Annotated[
+    str,
+    typer.Option(help="retrained: the same run from a model that never saw them; or centre."),
+]
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
@@ -50,7 +52,7 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
     method = typer.Argument(metavar="METHOD", help=f"one of {', '.join(METHODS)}.")
     added: dict[str, Any] = {"method": Annotated[str, method]}
     for name, parameter in described.items():
-        kind = TYPES.get(parameter.kind, float) | None
+        kind = (int if parameter.kind == "whole" else float) | None
         added[name] = Annotated[kind, typer.Option(help=parameter.meaning)]
 
     @functools.wraps(command)
@@ -69,7 +71,6 @@ def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-@app.command()
 @takes_recipe
 def account(
     data: dict[str, Any],
@@ -86,7 +87,6 @@ def account(
     print_guarantee(made, found, as_json)
 
 
-@app.command()
 @takes_recipe
 def calibrate(
     data: dict[str, Any],
@@ -105,9 +105,10 @@ def calibrate(
     from expunge.accounting.calibration import calibrate as find_best
     from expunge.accounting.guarantee import guarantee
 
-    if data.get("method") not in METHODS:
-        from_dict(data)
-    described = describe_fields(cast(str, data["method"]))
+    noisy = [name for name, kind in METHODS.items() if not issubclass(kind, ExactRecipe)]
+    if data["method"] not in noisy:
+        raise InputError.of("method", data["method"], "one of " + ", ".join(noisy))
+    described = describe_fields(data["method"])
     missing = [p.name for p in described if p.required and p.name not in data]
     if len(missing) != 1 or missing[0] not in FREE:
         choice = ", ".join(p.name for p in described if p.name in FREE)
@@ -120,19 +121,12 @@ def calibrate(
     def make(value: float) -> Recipe:
         return from_dict(data | {free: int(value) if free == "steps" else value})
 
-    best = find_best(
-        cast(Any, make),
-        epsilon=epsilon,
-        delta=delta,
-        compared_to=cast(Any, compared_to),
-        find=FREE[free],
-        parameters=parameters,
-    )
-    found = guarantee(best, delta=delta, compared_to=cast(Any, compared_to))
-    print_guarantee(best, found, as_json)
+    target: dict[str, Any] = {"delta": delta, "compared_to": compared_to}
+    find = FREE[free]
+    best = find_best(cast(Any, make), epsilon=epsilon, find=find, parameters=parameters, **target)
+    print_guarantee(best, guarantee(best, **target), as_json)
 
 
-@app.command()
 def plan(
     epsilon: Annotated[float | None, typer.Option(help="Target epsilon.")] = None,
     delta: Annotated[float | None, typer.Option(help="Target delta.")] = None,

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -112,20 +112,21 @@ def learn(
     from expunge.jobs.learning import learn_job
 
     with logging_to_stderr():
-        done = learn_job(job, ray=ray)
-    facts: dict[str, Any] = {"state": str(done.state), "kind": done.kind}
-    facts |= {"examples": done.examples, "people": done.people, "new": done.new}
-    if done.release is not None:
-        facts["certificate"] = done.release.certificate.model_dump(mode="json")
-    text = (
-        f"{quote(done.state)}: {done.new:,} examples are new; it has {done.examples:,} of "
-        f"{done.people:,} people and is private"
+        found, release = learn_job(job, ray=ray)
+    state, folder = found["state"], found["folder"]
+    if as_json:
+        facts = found | {"state": str(state), "folder": folder and str(folder)}
+        if release is not None:
+            facts["certificate"] = release.certificate.model_dump(mode="json")
+        print_json(facts)
+        return
+    echo(
+        f"{quote(state)}: {found['new']:,} examples are new; it has {found['examples']:,} of "
+        f"{found['people']:,} people and is private"
     )
-    show(facts, text, as_json)
-    if not as_json:
-        if done.release is not None and done.folder is not None:
-            print_release(done.release, done.folder)
-        echo(f"  forget with: expunge forget {quote(done.state)} forget.txt --out release-2")
+    if release is not None:
+        print_release(release, folder)
+    echo(f"  forget with: expunge forget {quote(state)} forget.txt --out release-2")
 
 
 def forget(

@@ -18,10 +18,6 @@ import typer
 
 from expunge.display import is_visible
 
-ComparedTo = Annotated[
-    str,
-    typer.Option(help="retrained: the same run from a model that never saw them; or centre."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a release.")]
 WIDEST = 100

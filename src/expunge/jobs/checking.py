@@ -10,7 +10,14 @@ from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.learning import make_learner, split_examples
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.request import Request, check_key, collecting, load_data, load_request, refuse_all
+from expunge.jobs.request import (
+    Request,
+    check_second,
+    collecting,
+    load_data,
+    load_request,
+    refuse_all,
+)
 from expunge.jobs.tables import LearnJob, NoisyTable, ShardsJob, UnlearnJob
 
 ROWS = 32  # that a linear model tries
@@ -29,21 +36,22 @@ def check_job(path: str | Path) -> list[str]:
 
 def _check_unlearn(made: JobFile[UnlearnJob]) -> list[str]:
     job, problems = made.job, list[str]()
+    target = made.locate(job.output.dir)
     with collecting(problems):
-        check_free(made.locate(job.output.dir))
+        check_free(target)
     request = load_request(made, before=problems)
     found = expunge.check(
         request.build,
         request.data,
-        train=request.train,
         old=request.old,
-        forget=request.people,
         strict=job.model.strict,
         **request.batches,
         **request.options,
     )
     facts = list(found.facts)
     if isinstance(job.method, NoisyTable) and not found.problems:
+        with collecting(problems):
+            check_second(made, request, target)
         with collecting(problems):
             facts.append(_describe_noise(request, job.method))
     refuse_all(made.path, [*problems, *found.problems])
@@ -77,8 +85,6 @@ def _check_learn(made: JobFile[LearnJob]) -> list[str]:
         found["learner"] = make_learner(made, state=None)
     with collecting(problems):
         found["data"] = load_data(made)
-    with collecting(problems):
-        check_key(made, None if job.output is None else job.output.sign)
     refuse_all(made.path, problems)
     learner, data = found["learner"], found["data"]
     if isinstance(job, ShardsJob):

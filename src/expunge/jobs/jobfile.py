@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from pydantic import ValidationError
 
+from expunge.display import shorten
 from expunge.errors import InputError
 from expunge.jobs.options import suggest
 from expunge.jobs.tables import JOBS, LEARNED, NAMES, NOISY, Job, LearnJob, list_tables
@@ -116,8 +117,7 @@ def _check_together(name: str, data: dict[str, Any]) -> list[str]:
 def _describe(job: type[Job], error: Any) -> list[str]:
     """One of pydantic's findings as sentences: field, value, and the field's description."""
     (table, *keys), tables = error["loc"], list_tables(job)
-    name, shown = ".".join([table, *map(str, keys[:1])]), repr(error["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    name, shown = ".".join([table, *map(str, keys[:1])]), shorten(error["input"])
     if table not in tables:
         return [f"[{table}] is not a table of this job; {suggest(table, tables)}"]
     fields = tables[table].model_fields

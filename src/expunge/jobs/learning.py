@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from expunge.errors import InputError
 from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from, load_function
-from expunge.jobs.request import check_key, load_data, load_training
+from expunge.jobs.request import load_data, load_training
 from expunge.jobs.run import sign_release, write_release
 from expunge.jobs.tables import LearnJob, LinearJob, ShardsJob
 from expunge.manifests import read_kind
@@ -33,22 +32,9 @@ LOG = logging.getLogger("expunge")
 JOB = "job.json"  # a content of the state: by which job it was learned
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A state after learning: how much is new, how much there is, and the release if one was
-    written."""
-
-    state: Path
-    kind: str
-    new: int
-    examples: int
-    people: int
-    folder: Path | None
-    release: Release | None
-
-
-def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
-    """Learn a job's examples into its state; again, those that are new."""
+def learn_job(path: str | Path, *, ray: bool = False) -> tuple[dict[str, Any], Release | None]:
+    """Learn a job's examples into its state; again, those that are new. Returns how much is new and
+    how much there is, and the release if one was written."""
     made = read_job(path).of(LearnJob)
     job, state = made.job, made.locate(made.job.state.dir)
     if ray and not isinstance(job, ShardsJob):
@@ -59,11 +45,9 @@ def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
     elif there != job.method.name:
         valid = f"a state of {job.method.name}; it is one of {there}"
         raise InputError.of("state.dir", str(state), valid)
-    if job.output is not None:
-        check_key(made, job.output.sign)
-        # Where a release was written before, learning more writes none by itself.
-        if there is None or State.open(state).parent is None:
-            folder = check_free(made.locate(job.output.dir))
+    # Where a release was written before, learning more writes none by itself.
+    if job.output is not None and (there is None or State.open(state).parent is None):
+        folder = check_free(made.locate(job.output.dir))
     with importing_from(made.folder):
         data, learner = load_data(made), make_learner(made, state, ray=ray)
         before = 0 if there is None else count_examples(learner)
@@ -79,7 +63,8 @@ def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
             release = sign_release(learner.release(), made, job.output.sign)
             write_release(release, folder)
     after, kept = count_examples(learner), len(learner.holds(data.people))
-    return Learned(state, job.method.name, after - before, after, kept, folder, release)
+    found = {"state": state, "kind": job.method.name, "folder": folder}
+    return found | {"new": after - before, "examples": after, "people": kept}, release
 
 
 def keep_job(state: State, made: JobFile[LearnJob]) -> None:

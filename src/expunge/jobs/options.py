@@ -71,7 +71,6 @@ def try_options(
     >>> for mistake in try_options("this", OutputPerturbation, (), options, ["name"]):
     ...     print(mistake)
     noise is not an option of this; did you mean noise_std?
-    noise_std is missing; this needs it
     start_clip is -1; it must be a number >= 0
     """
     declared = list_options(kind)
@@ -79,7 +78,8 @@ def try_options(
     names = [*declared, *own]
     found = [f"{key} is not an option of {owner}; {suggest(key, names)}" for key in unknown]
     needed = [key for key, required in declared.items() if required]
-    found += [f"{key} is missing; {owner} needs it" for key in needed if key not in options]
+    if not unknown:  # which may be the missing one, misspelt
+        found += [f"{key} is missing; {owner} needs it" for key in needed if key not in options]
     harmless = {key: HARMLESS.get(key, 1) for key in needed}
     if type(options.get("steps")) is int and options["steps"] > 0:
         harmless["steps"] = options["steps"]  # a schedule has one value for each

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import expunge
-from expunge.certificates.signing import sign_bytes
+from expunge.certificates.hashes import hash_tensors
+from expunge.certificates.release import check_releases
 from expunge.data.data import Data
 from expunge.data.people import read_people
 from expunge.errors import ExpungeError, InputError
@@ -32,7 +33,6 @@ class Request:
     build: Function
     data: Data
     people: tuple[str, ...]
-    train: Function | None
     loss: dict[str, Any]
     old: Path | None
     options: dict[str, Any]
@@ -62,21 +62,21 @@ def load_request(
     """Everything that the job names; ``forget`` takes the place of its list, and problems found
     ``before`` are named with those that are found here. Call inside
     :func:`expunge.jobs.loading.importing_from`."""
-    job, problems, found = made.job, list[str](), dict[str, Any]()
+    job, problems, found, train = made.job, list[str](), dict[str, Any](), None
     with collecting(problems):
         given = read_request_list(made) if forget is None else read_people(forget, "forget")
         found["people"] = tuple(given)
     with collecting(problems):
         found["build"] = load_function("model.build", job.model.build, made.folder)
     with collecting(problems):
-        found["loss"], found["train"] = load_training(made, job.training)
+        found["loss"], train = load_training(made, job.training)
     with collecting(problems):
         found["data"] = load_data(made)
-    with collecting(problems):
-        check_key(made, job.output.sign)
     if problems:
         refuse_all(made.path, [*before, *problems])
     options = {
+        "forget": found["people"],
+        "train": train,
         "seed": 0 if job.training is None else job.training.seed,
         "parent": made.find(job.method.parent),
         "published": made.find(job.model.published),
@@ -91,10 +91,17 @@ def load_request(
     return Request(**found, old=made.find(job.model.old), options=options, batches=batches)
 
 
-def check_key(made: JobFile[Job], key: str | None) -> None:
-    """A key that cannot sign is refused before anything is trained, not after."""
-    if key is not None:
-        sign_bytes(b"", made.locate(key))
+def check_second(made: JobFile[UnlearnJob], request: Request, target: Path) -> None:
+    """A second noisy run of one old model is refused before it runs, not where it is written."""
+    method, model = made.job.method, made.job.model
+    if not isinstance(method, NoisyTable) or request.old is None or method.parent is not None:
+        return
+    from expunge.networks.building import call_build
+    from expunge.networks.checkpoints import read_old
+
+    module = call_build(request.build)
+    found = read_old(request.old, module, key=model.key, strict=model.strict)
+    check_releases(target, hash_tensors(found), method.releases)
 
 
 def read_request_list(made: JobFile[UnlearnJob]) -> list[str]:

@@ -22,7 +22,7 @@ from expunge.errors import InputError, RunError
 from expunge.files import check_free, write_atomic
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.request import Request, load_request
+from expunge.jobs.request import Request, check_second, load_request
 from expunge.jobs.tables import Job, NoisyTable, UnlearnJob
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def run_job(
             if processes.leads:
                 check_free(target)
             request = load_request(made, forget)
+            if processes.leads:
+                check_second(made, request, target)
         with processes.together():
             if processes.leads:
                 _open_workspace(work, resume)
@@ -92,32 +94,25 @@ def _make_release(
     """The release of the job's method; its own code may fail in the model, the data or train."""
     model, method, data = made.job.model, made.job.method, request.data
     leaving = 0 if data.stream else data.count(request.people)
-    facts = f"{len(data) - leaving:,} examples stay, {leaving:,} of {len(request.people):,} people"
-    LOG.info("%s: %s", method.name, "a stream" if data.stream else f"{facts} leave")
-    options: dict[str, Any] = request.options | {
-        "forget": request.people,
-        "train": request.train,
-        "resume": work,
-        "device": model.device,
-    }
+    facts = (
+        f"{len(data) - leaving:,} examples stay, {leaving:,} examples of {len(request.people):,}"
+    )
+    LOG.info("%s: %s", method.name, "a stream" if data.stream else f"{facts} people leave")
+    options: dict[str, Any] = request.options | {"resume": work, "device": model.device}
     with explaining("the run failed in the model, its data or its training"):
         if not isinstance(method, NoisyTable):
             return expunge.retrain(request.build, data, old=request.old, **options)
-        if method.noise_seed is not None:
-            options["noise"] = expunge.SeededNoise(method.noise_seed)
+        asked = {"epsilon", "delta", "compared_to", "centre", "releases"}
         return expunge.unlearn(
             request.old,
             request.build,
             data,
             method=method.name,
             recipe=method.recipe,
-            epsilon=method.epsilon,
-            delta=method.delta,
-            compared_to=method.compared_to,
-            centre=method.centre,
-            releases=method.releases,
+            noise=None if method.noise_seed is None else expunge.SeededNoise(method.noise_seed),
             strict=model.strict,
             progress=progress,
+            **method.model_dump(include=asked),
             **request.batches,
             **options,
         )

@@ -18,6 +18,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 import expunge
+from expunge.certificates.signing import sign_bytes
 from expunge.jobs.options import find_loss, list_options, suggest, try_options
 from expunge.recipes import METHODS, Execution, NoisyRecipe, from_dict
 
@@ -36,6 +37,12 @@ def _check_path(given: str, info: ValidationInfo) -> str:
     folder = cast(Path, info.context)
     if not (folder / Path(given).expanduser()).exists():
         raise ValueError(f"there is no such file in {folder}")
+    return given
+
+
+def _check_key(given: str, info: ValidationInfo) -> str:
+    """A key that cannot sign is refused before anything is trained, not after."""
+    sign_bytes(b"", cast(Path, info.context) / Path(given).expanduser())
     return given
 
 
@@ -253,13 +260,9 @@ class OutputTable(Table):
     """Where the release goes, and the key that signs its certificate."""
 
     dir: Text = _key("the path of a folder", "run")
-    sign: Existing | None = _key("the path of an Ed25519 private key in PEM format", None)
-
-
-class ReleaseTable(OutputTable):
-    """Where ``learn`` writes the first release; without this table it writes none."""
-
-    dir: Text = _key("the path of a folder", "release-1")
+    sign: Annotated[Text, AfterValidator(_check_key)] | None = _key(
+        "the path of an Ed25519 private key in PEM format", None
+    )
 
 
 class UnlearnJob(Table):
@@ -291,7 +294,7 @@ class LearnJob(Table):
     data: LoadTable
     method: LinearTable | ShardsTable
     state: StateTable = StateTable()
-    output: ReleaseTable | None = None
+    output: OutputTable | None = None  # without it no release is written yet
 
 
 class LinearJob(LearnJob):
