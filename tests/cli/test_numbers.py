@@ -158,6 +158,7 @@ BAD = {
     "account --delta 1e-5": "Missing argument 'METHOD'",
     f"calibrate {GRADIENT} --noise-std 1 --epsilon 1 --delta 1e-5": "missing here: nothing",
     "calibrate output-perturbation --epsilon 1 --delta 1e-5": "missing here: start_clip, noise_std",
+    "calibrate retraining --epsilon 1 --delta 1e-5": "it must be one of output-perturbation, grad",
     "calibrate none --epsilon 1 --delta 1e-5": "method is 'none'; it must be one of",
     f"calibrate {MODEL} --steps 1 --epsilon 900 --delta 1e-5": "epsilon is 900.0",
     "calibrate model-clipping --model-clip 20 --learning-rate 1 --weight-decay 0 --noise-std 0.5 "

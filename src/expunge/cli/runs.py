@@ -231,7 +231,8 @@ def logging_to_stderr(again: str = "") -> Generator[None]:
     except KeyboardInterrupt as stopped:  # typer would end it with a code of its own
         if is_first():
             echo(f"expunge: stopped{again}", err=True)
-        raise typer.Exit(128 + (stopped.args or (signal.SIGINT,))[0]) from None
+        ended = signal.SIGTERM if stopped.args == (signal.SIGTERM,) else signal.SIGINT
+        raise typer.Exit(128 + ended) from None
     finally:
         log.removeHandler(handler)
         log.setLevel(level)
