@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import expunge
@@ -138,19 +137,6 @@ def test_tables_are_plain_text_off_a_terminal(command: str) -> None:
     assert "…" not in done.stdout.replace(" … ", ""), "nothing is cut off at 80 columns"
 
 
-def test_schedules_come_from_a_file(tmp_path: Path) -> None:
-    rates = np.linspace(1e-3, 1e-2, 5).tolist()
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        f'method = "gradient-clipping"\nstart_clip = 0.1\ngrad_clip = 1.0\nsteps = 5\n'
-        f"weight_decay = 10.0\nlearning_rate = {rates}\nnoise_std = [1, 1, 1, 1, 2]\n"
-    )
-    found = answer(f"account --recipe {path} --delta 1e-5")
-    recipe = expunge.GradientClipping(0.1, 1.0, rates, 10.0, 5, [1, 1, 1, 1, 2])
-    assert found["epsilon"] == expunge.guarantee(recipe, delta=1e-5).epsilon
-    assert found["noise_std"] == [1, 1, 1, 1, 2]
-
-
 BAD = {
     f"account {GRADIENT} --noise-std=-1 --delta 1e-5": "noise_std is -1.0; it must be",
     f"account {GRADIENT} --noise-std nan --delta 1e-5": "noise_std is nan; it must be a finite",
@@ -169,10 +155,10 @@ BAD = {
     f"account {MODEL} --noise-std 1 --steps 0 --delta 1e-5": "steps is 0; it must be a whole",
     f"account {MODEL} --noise-std 1 --steps x --delta 1e-5": "Invalid value for '--steps'",
     "account forgetting --delta 1e-5": "method is 'forgetting'; it must be one of",
-    "account --delta 1e-5": "method is None; it must be one of",
-    "account --recipe missing.toml --delta 1e-5": "missing.toml cannot be read",
+    "account --delta 1e-5": "Missing argument 'METHOD'",
     f"calibrate {GRADIENT} --noise-std 1 --epsilon 1 --delta 1e-5": "missing here: nothing",
     "calibrate output-perturbation --epsilon 1 --delta 1e-5": "missing here: start_clip, noise_std",
+    "calibrate retraining --epsilon 1 --delta 1e-5": "it must be one of output-perturbation, grad",
     "calibrate none --epsilon 1 --delta 1e-5": "method is 'none'; it must be one of",
     f"calibrate {MODEL} --steps 1 --epsilon 900 --delta 1e-5": "epsilon is 900.0",
     "calibrate model-clipping --model-clip 20 --learning-rate 1 --weight-decay 0 --noise-std 0.5 "
@@ -196,38 +182,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert BAD[command] in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == [], "nothing is written"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('method = "output-perturbation"\nstart_clip = 1\nnoise = 2\n', "has no parameter noise;"),
-        ('method = "output-perturbation"\nstart_clip = 1\n', "needs noise_std"),
-        ('method = "output-perturbation"\nstart_clip = "1"\nnoise_std = 1\n', "start_clip is '1'"),
-        ("method = output\n", "is not valid TOML"),
-        ("\xff", "is not valid TOML"),
-        (
-            'method = "model-clipping"\nmodel_clip = 1\nlearning_rate = 1\nweight_decay = 0\n'
-            "steps = 3\nnoise_std = [1, 2]\n",
-            "noise_std has 2 values; it must have one per step: 3",
-        ),
-    ],
-)
-def test_bad_recipe_files(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_bytes(text.encode("latin-1"))
-    done = run(f"account --recipe {path} --delta 1e-5")
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_method_must_agree_with_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "recipe.toml"
-    path.write_text('method = "retraining"\n')
-    done = run(f"account model-clipping --recipe {path} --delta 1e-5")
-    assert done.returncode == 2
-    assert "METHOD is 'model-clipping' but the recipe file says 'retraining'" in done.stderr
 
 
 def test_real_processes_exit_alike() -> None:

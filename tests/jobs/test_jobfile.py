@@ -8,9 +8,17 @@ import pytest
 import expunge
 from expunge.cli.runs import TEMPLATES, write_template
 from expunge.errors import InputError
-from expunge.jobs.jobfile import find_lines, read_job, read_learn_job, read_unlearn_job
-from expunge.jobs.options import list_options, settle_recipe
-from expunge.jobs.tables import NOISY, NoisyTable, RetrainingTable, find_tables
+from expunge.jobs.jobfile import read_job
+from expunge.jobs.options import list_options
+from expunge.jobs.tables import (
+    JOBS,
+    NOISY,
+    LearnJob,
+    NoisyTable,
+    RetrainingTable,
+    UnlearnJob,
+    list_tables,
+)
 
 EXACT = """\
 [model]
@@ -60,212 +68,187 @@ MALFORMED = {
         EXACT,
         "[training]\nepochs = 2\nlearning_rate = 0.05\n",
         "",
-        r": \[training\] is missing; retraining needs its function, or epochs and the like",
+        r": \[training\] is missing; this job needs it",
     ),
     "a table is misspelt": (
         NOISE,
         "[training]",
         "[trainings]",
-        r", line 16: \[trainings\] is not a table of this job; did you mean training\?",
+        r": \[trainings\] is not a table of this job; did you mean training\?",
     ),
     "a table of the second plan": (
         NOISE,
         "[training]",
         "[target]",
-        r", line 16: \[target\] is not a table of this job; it may have model, data",
+        r": \[target\] is not a table of this job; it may have model, data",
     ),
     "a table is a number": (
         EXACT,
         '[output]\ndir = "run"',
         "[output.dir]\nx = 1",
-        r", line 10: output\.dir is \{'x': 1\}; it must be the path of a folder",
+        r": output\.dir is \{'x': 1\}; it must be the path of a folder",
     ),
     "a key is missing": (
         EXACT,
         'forget = "forget.txt"\n',
         "",
-        r", line 4: data\.forget is missing; it must be the path of a text, CSV, JSON or Parquet",
+        r": data\.forget is missing; it must be the path of a text, CSV, JSON or Parquet",
     ),
     "a key is misspelt": (
         EXACT,
         'old = "weights',
         'odl = "weights',
-        r", line 3: model\.odl is not a key of \[model\]; did you mean old\?",
+        r": model\.odl is not a key of \[model\]; did you mean old\?",
     ),
     "an option of training is misspelt": (
         EXACT,
         "learning_rate",
         "learning_rat",
-        r", line 9: training\.learning_rat is not an option of expunge\.Training; did you mean",
+        r": training\.learning_rat is not an option of expunge\.Training; did you mean",
     ),
     "an option is missing": (
         EXACT,
         "epochs = 2",
         "momentum = 0.9",
-        r", line 7: training\.epochs is missing; expunge\.Training needs it",
+        r": training\.epochs is missing; expunge\.Training needs it",
     ),
     "options beside a function": (
         EXACT,
         "learning_rate = 0.05\n",
         'function = "own.py:train"\n',
-        r", line 8: training\.epochs is given; it must be left out with training\.function",
+        r": training\.epochs is given; it must be left out with training\.function",
     ),
     "nothing that trains": (
         EXACT,
         "epochs = 2\nlearning_rate = 0.05\n",
         "seed = 3\n",
-        r", line 7: training\.function is missing; name it, or give epochs and the like",
+        r": training\.function is missing; name it, or give epochs and the like",
     ),
     "no function": (
         EXACT,
         '"own.py:build"',
         '"own.py"',
-        r", line 2: model\.build is 'own\.py'; it must be \"module:function\" or \"path",
-    ),
-    "no such Python file": (
-        EXACT,
-        '"own.py:build"',
-        '"mine.py:build"',
-        r", line 2: model\.build is 'mine\.py:build'; there is no such file in /",
-    ),
-    "no such module": (
-        EXACT,
-        '"own.py:load"',
-        '"shop_of_nobody.data:load"',
-        r", line 5: data\.load is 'shop_of_nobody\.data:load'; there is no module shop_of_nobody",
+        r": model\.build is 'own\.py'; it must be \"module:function\" or \"path",
     ),
     "no such weights": (
         EXACT,
         "weights.safetensors",
         "old.safetensors",
-        r", line 3: model\.old is 'old\.safetensors'; there is no such file in /",
+        r": model\.old is 'old\.safetensors'; there is no such file in /",
     ),
     "no such parent": (
         EXACT,
         "[output]",
         '[method]\nparent = "release-1"\n[output]',
-        r", line 11: method\.parent is 'release-1'; there is no such folder in /",
+        r": method\.parent is 'release-1'; there is no such file in /",
     ),
     "noise for retraining": (
         EXACT,
         "[output]",
         "[method]\nepsilon = 1.0\n[output]",
-        r", line 11: method\.epsilon is not a key of \[method\] with name = 'retraining', which",
+        r": method\.epsilon is not a key of \[method\] with name = 'retraining', which",
     ),
     "a text for a number": (
         NOISE,
         "epsilon = 1.0",
         'epsilon = "one"',
-        r", line 9: method\.epsilon is 'one'; it must be a number > 0",
+        r": method\.epsilon is 'one'; it must be a number > 0",
     ),
     "a delta above 1": (
         NOISE,
         "delta = 1e-5",
         "delta = 1.5",
-        r", line 10: method\.delta is 1\.5; it must be a number between 0 and 1",
+        r": method\.delta is 1\.5; it must be a number between 0 and 1",
     ),
     "no epsilon": (
         NOISE,
         "epsilon = 1.0\n",
         "",
-        r", line 7: method\.epsilon is missing; give it, or noise_std and the recipe's",
+        r": method\.epsilon is missing; give it, or noise_std and the recipe's",
     ),
     "no old model": (
         NOISE,
         'old = "weights.safetensors"\n',
         "",
-        r", line 1: model\.old is missing; gradient-clipping starts from the weights that must",
+        r": model\.old is missing; gradient-clipping starts from the weights that must",
     ),
     "an unknown method": (
         NOISE,
         "gradient-clipping",
         "gradient-ascent",
-        r", line 8: method\.name is 'gradient-ascent'; it must be one of retraining, gradient-",
+        r": method\.name is 'gradient-ascent'; it must be one of retraining, gradient-",
     ),
     "an unknown estimator": (
         '[data]\nload = "own.py:load"\n[method]\nname = "linear-model"\nestimator = "Lasso"\n',
         "Lasso",
         "Losso",
-        r", line 5: method\.estimator is 'Losso'; it must be one of LogisticRegression, Ridge",
+        r": method\.estimator is 'Losso'; it must be one of LogisticRegression, Ridge",
     ),
     "a parameter of another method": (
         NOISE,
         "steps = 20",
         "steps = 20\nnoise_multiplier = 1.0",
-        r", line 16: method\.noise_multiplier is not an option of gradient-clipping; ",
+        r": method\.noise_multiplier is not an option of gradient-clipping; ",
     ),
     "a parameter is missing": (
         NOISE,
         "grad_clip = 1.0\n",
         "",
-        r", line 7: method\.grad_clip is missing; gradient-clipping needs it",
+        r": method\.grad_clip is missing; gradient-clipping needs it",
     ),
     "a negative clip": (
         NOISE,
         "start_clip = 0.05",
         "start_clip = -0.05",
-        r", line 11: method\.start_clip is -0\.05; it must be a number >= 0",
+        r": method\.start_clip is -0\.05; it must be a number >= 0",
     ),
     "a schedule of the wrong length": (
         NOISE,
         "learning_rate = 0.01",
         "learning_rate = [\n  0.01,\n  0.02,\n]",
-        r", line 13: method\.learning_rate has 2 values; it must have one per step: 20",
+        r": method\.learning_rate has 2 values; it must have one per step: 20",
     ),
     "steps that are not whole": (
         NOISE,
         "steps = 20",
         "steps = 2.5",
-        r", line 15: method\.steps is 2\.5; it must be a whole number >= 1",
+        r": method\.steps is 2\.5; it must be a whole number >= 1",
     ),
     "a decay that is too strong": (
         NOISE,
         "weight_decay = 10.0",
         "weight_decay = 100.0",
-        r", line 13: method\.learning_rate \* weight_decay is 1; it must be below 1",
-    ),
-    "too little noise": (
-        NOISE,
-        "steps = 20",
-        "steps = 20\nnoise_std = 0.02",
-        r", line 16: method\.noise_std: this recipe certifies epsilon = [\d.]+ at delta = 1e-05, "
-        r"and the target is 1; leave noise_std out",
-    ),
-    "a clip that nothing covers": (
-        NOISE,
-        "start_clip = 0.05",
-        "start_clip = inf",
-        r", line 7: method: no value meets epsilon = 1, delta = 1e-05",
+        r": method\.learning_rate \* weight_decay is 1; it must be below 1",
     ),
     "a CSV without a column": (
         EXACT,
         '"forget.txt"',
         '"forget.csv"',
-        r", line 6: data\.column is missing; forget\.csv needs the name of the column",
+        r": data\.column is missing; forget\.csv needs the name of the column",
     ),
     "momentum for Adam": (
         EXACT,
         "epochs = 2",
         'epochs = 2\noptimizer = "adam"\nmomentum = 0.9',
-        r", line 10: training\.momentum is 0\.9; it must be 0 unless the optimizer is sgd",
+        r": training\.momentum is 0\.9; it must be 0 unless the optimizer is sgd",
     ),
     "a text for epochs": (
         EXACT,
         "epochs = 2",
         'epochs = "two"',
-        r", line 8: training\.epochs is 'two'; it must be a finite number",
+        r": training\.epochs is 'two'; it must be a finite number",
     ),
     "a loss nobody knows": (
         EXACT,
         "epochs = 2",
         'epochs = 2\nloss = "hinge"',
-        r", line 9: training\.loss is 'hinge'; it must be a name in torch\.nn\.functional",
+        r": training\.loss is 'hinge'; it must be a name in torch\.nn\.functional",
     ),
     "a seed beyond 2^53": (
         EXACT,
         "epochs = 2",
         f"epochs = 2\nseed = {2**70}",
-        r", line 9: training\.seed is 1180591620717411303424; it must be a whole number",
+        r": training\.seed is 1180591620717411303424; it must be a whole number",
     ),
 }
 
@@ -286,7 +269,7 @@ def refuse(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize("case", MALFORMED)
-def test_a_malformed_job_gets_one_sentence_with_line_and_key(folder: Path, case: str) -> None:
+def test_a_malformed_job_gets_one_sentence_with_its_key(folder: Path, case: str) -> None:
     text, old, new, sentence = MALFORMED[case]
     assert text.count(old) == 1, "the case must change one place"
     message = refuse(folder, text.replace(old, new))
@@ -295,14 +278,25 @@ def test_a_malformed_job_gets_one_sentence_with_line_and_key(folder: Path, case:
     assert "\n" not in message
 
 
-def test_all_mistakes_at_once_in_the_order_of_their_lines(folder: Path) -> None:
+def test_all_mistakes_at_once(folder: Path) -> None:
     text = NOISE
     for case in ("no such weights", "a delta above 1", "a negative clip", "a text for epochs"):
         _, old, new, _ = MALFORMED[case]
         text = text.replace(old, new)
     lines = refuse(folder, text).splitlines()
     assert lines[0].endswith("job.toml has 3 mistakes:"), "what depends on the method waits"
-    assert [line.split(":")[0] for line in lines[1:]] == [f"  line {n}" for n in (3, 10, 17)]
+    assert [line.split()[0] for line in lines[1:]] == [
+        "model.old",
+        "training.epochs",
+        "method.delta",
+    ]
+
+
+def test_all_wrong_options_at_once(folder: Path) -> None:
+    text = EXACT.replace("epochs = 2", 'epochs = -2\nloss = "hinge"\nstepz = 3')
+    lines = refuse(folder, text.replace("= 0.05", "= nan")).splitlines()
+    found = [line.split()[0].removeprefix("training.") for line in lines[1:]]
+    assert found == ["loss", "stepz", "epochs", "learning_rate"]
 
 
 def test_the_file_itself(tmp_path: Path) -> None:
@@ -312,9 +306,6 @@ def test_the_file_itself(tmp_path: Path) -> None:
         return str(caught.value)
 
     assert "cannot be read: Is a directory" in read(tmp_path)
-    large = tmp_path / "large.toml"
-    large.write_bytes(b"#" * 100_001)
-    assert "larger than 100,000 bytes" in read(large)
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"\xff\xfe\x00")
     assert "is not valid TOML" in read(binary)
@@ -323,7 +314,7 @@ def test_the_file_itself(tmp_path: Path) -> None:
 def test_a_valid_job_has_its_defaults_and_paths_of_its_own_folder(folder: Path) -> None:
     path = folder / "job.toml"
     path.write_bytes(EXACT.replace("\n", "\r\n").encode("utf-8-sig"))
-    made = read_unlearn_job(path)
+    made = read_job(path).of(UnlearnJob)
     assert made.locate("forget.txt") == folder / "forget.txt"
     assert made.locate("/srv/x.txt") == Path("/srv/x.txt")
     assert isinstance(made.job.method, RetrainingTable)
@@ -332,29 +323,22 @@ def test_a_valid_job_has_its_defaults_and_paths_of_its_own_folder(folder: Path) 
     assert made.job.training.seed == 0
 
 
-def test_lines_are_found_where_values_span_several() -> None:
-    text = '[a]\n# x = 1\nx = """\ny = 2\n"""\n\ny = [\n 1]\n[b]\nz.w = 1\n'
-    assert find_lines(text) == {
-        ("a",): 1, ("a", "x"): 3, ("a", "y"): 7, ("b",): 9, ("b", "z"): 10,
-    }  # fmt: skip
-
-
 def test_each_command_says_which_job_is_the_others(folder: Path) -> None:
     path = folder / "job.toml"
     path.write_text(EXACT)
     with pytest.raises(InputError, match="is a job for expunge unlearn: its method is 'retraining"):
-        read_learn_job(path)
+        read_job(path).of(LearnJob)
     path.write_text('[data]\nload = "own.py:load"\n[method]\nname = "linear-model"\n')
     with pytest.raises(InputError, match=r"for expunge learn: .* expunge forget state LIST"):
-        read_unlearn_job(path)
+        read_job(path).of(UnlearnJob)
 
 
 def settle(folder: Path, text: str, parameters: int):
     path = folder / "job.toml"
     path.write_text(text)
-    method = read_unlearn_job(path).job.method
+    method = read_job(path).of(UnlearnJob).job.method
     assert isinstance(method, NoisyTable)
-    return settle_recipe(method, parameters)
+    return method.recipe and method.recipe(parameters)
 
 
 @pytest.mark.parametrize("name", NOISY)
@@ -391,7 +375,7 @@ def test_more_releases_need_more_noise(folder: Path) -> None:
 def test_the_template_explains_every_key(tmp_path: Path) -> None:
     text = (TEMPLATES / "plain" / "job.toml").read_text()
     for kind in ("retraining", "gradient-clipping"):
-        for table, columns in find_tables(kind)[1].items():
+        for table, columns in list_tables(JOBS[kind]).items():
             assert f"[{table}]" in text
             for key in columns.model_fields:
                 assert re.search(rf"^(# )?{key} = ", text, flags=re.MULTILINE), f"{table}.{key}"

@@ -79,6 +79,19 @@ def test_without_parameters_the_recipe_is_planned_around_build(tmp_path: Path) -
     assert found.epsilon <= 2.0
 
 
+def test_a_second_noisy_run_of_one_old_model_is_refused_before_it_runs(tmp_path: Path) -> None:
+    succeed("unlearn", write_job(tmp_path, NOISE))
+    path = write_job(tmp_path, NOISE, output={"dir": "second"})
+    for command in ("check", "unlearn"):
+        done = call(command, path)
+        assert done.returncode == 2
+        assert "is a noisy run of the same old model" in done.stderr
+        assert "examples stay" not in done.stderr
+    assert not (tmp_path / ".second.unfinished").exists()
+    path = write_job(tmp_path, NOISE, output={"dir": "second"}, method={"releases": 2})
+    succeed("unlearn", path)
+
+
 def test_seeded_noise_is_not_for_release_and_a_zero_centre_is_the_papers(tmp_path: Path) -> None:
     path = write_job(tmp_path, NOISE, method={"noise_seed": 0, "centre": "zero"})
     shown = succeed("unlearn", path)
@@ -158,6 +171,26 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
         "build() returned a int; it must be",
     ),
     "no function": ({"model": {"build": "own.py:biuld"}}, "own.py has no function biuld"),
+    "no file": (
+        {"model": {"build": "mine.py:build"}},
+        "model.build is 'mine.py:build'; there is no such file in /",
+    ),
+    "no such module": (
+        {"data": {"load": "shop_of_nobody.data:load"}},
+        "ModuleNotFoundError: No module named 'shop_of_nobody'",
+    ),
+    "too little noise": (
+        {"method": NOISE["method"] | {"noise_std": 0.02}},
+        "and epsilon is 1; it needs more noise or smaller clips",
+    ),
+    "a clip that nothing covers": (
+        {"method": NOISE["method"] | {"start_clip": 1e300}},
+        "no value meets epsilon = 1, delta = 1e-05",
+    ),
+    "a key that is none": (
+        {"output": {"sign": "own.py"}},
+        "own.py cannot be used",
+    ),
     "load": ({"data": {"load": "own.py:fail"}}, "data.load failed: RuntimeError: the disk of the"),
     "no data": ({"data": {"load": "own.py:nothing"}}, "data.load returned a int; it must return"),
     "train": (

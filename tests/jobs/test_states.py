@@ -29,7 +29,9 @@ def test_learn_forget_verify_replay(tmp_path: Path, kind: str) -> None:
     path = write_job(tmp_path, KINDS[kind])
     assert "50 examples are new; it has 50 of 50 people and is private" in succeed("learn", path)
     state, first, second = (tmp_path / name for name in ("state", "release-1", "release-2"))
-    assert "epsilon = 0, delta = 0" in answer(state, second)
+    shown = answer(state, second)
+    assert "epsilon = 0, delta = 0" in shown
+    assert "forgotten: 3 people on 3 samples; retained: 47 people on 47 samples" in shown
     found = expunge.verify(second, parent=first, people=["p3", "p7", "p31"]).certificate
     assert (found.forget.count, found.forget.samples, found.retained.samples) == (3, 3, 47)
     assert "the same bits again" in succeed("replay", second, path)

@@ -72,7 +72,9 @@ class Release:
         """
         target, certificate = Path(folder), self.certificate.to_bytes()
         self._check_weights()
-        _check_releases(target, self)
+        if self.record.start == "model":
+            used, releases = self.record.weights, self.certificate.releases
+            check_releases(target, used.old, releases, used.noisy)
         around = nullcontext() if self.saving is None else self.saving(target, certificate)
         with around, new_folder(target) as place:
             for name, data in {WEIGHTS: self.tensors, **self.files}.items():
@@ -118,14 +120,12 @@ class Release:
         return replace(self, **made, tensors=contents.tensors, files=contents.files)
 
 
-def _check_releases(target: Path, release: Release) -> None:
-    """Refuse a noisy run beside others of its old model that its certificate does not count.
+def check_releases(target: Path, old: str | None, releases: int, noisy: str | None = None) -> None:
+    """Refuse a noisy run of ``old`` beside others of it that ``releases`` does not count.
 
     Releases of one noisy run (moved, copied, quantised) count once.
     """
-    own, others = release.record, dict[str | None, Path]()
-    if own.start != "model":
-        return
+    others = dict[str | None, Path]()
     for place in target.parent.glob(f"*/{RECORD}"):
         try:
             stated = Certificate.load(place.with_name(CERTIFICATE))
@@ -140,9 +140,9 @@ def _check_releases(target: Path, release: Release) -> None:
                 f"{place.parent} is a noisy run and cannot be counted: {error}; move it elsewhere "
                 "if it is of another old model"
             ) from None
-        if record.weights.old == own.weights.old and record.weights.noisy != own.weights.noisy:
+        if record.weights.old == old and record.weights.noisy != noisy:
             others[record.weights.noisy] = place.parent
-    if (count := 1 + len(others)) > release.certificate.releases:
+    if (count := 1 + len(others)) > releases:
         raise InputError(
             f"{next(iter(others.values()))} is a noisy run of the same old model; together they "
             f"say more than this certificate: give releases={count}, or parent= to start from that "

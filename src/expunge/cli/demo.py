@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,43 +82,21 @@ def publish_network() -> nn.Module:
     return network.eval().requires_grad_(False)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    route: str
-    folder: str
-    test: float
-    control: float | None
-    epsilon: float
-    survival_bound: float
-    seconds: float
-    keeps: str
-
-    def print(self) -> None:
-        control = "" if self.control is None else f"{100 * self.control:.1f}"
-        shown = (f"{100 * self.test:.1f}", control, round_up(self.epsilon))
-        echo(LINE.format(self.route, *shown, f"{self.seconds:.2f}", "yes", self.keeps))
-
-
 class Demo:
     """Everybody's data, who asked to be forgotten, the old network, and where releases go."""
 
     def __init__(self, out: Path, quiet: bool) -> None:
         self.out, self.quiet, self.data = out, quiet, load()
         self.people = list(self.data.people[::10])
-        self.x, self.y = self.data.examples
-        self.ids = [owners[0] for owners in self.data.ids or ()]
-        assert self.data.test is not None
-        self.test: Examples = self.data.test.examples
+        self.rows = list[dict[str, Any]]()
         torch.manual_seed(1)
         self.old = build()
         train(self.old, self.data.examples, 1)
-        self.rows = list[Row]()
 
     def score(self, model: Any) -> float:
         """Accuracy on the test set; a linear model predicts classes itself."""
-        x, y = self.test
+        assert self.data.test is not None
+        x, y = self.data.test.examples
         if hasattr(model, "predict"):
             return float((torch.as_tensor(model.predict(x.numpy())) == y).double().mean())
         with torch.no_grad():
@@ -130,24 +107,33 @@ class Demo:
         route: str,
         folder: str,
         work: Callable[[], expunge.Release],
-        keeps: str | Callable[[expunge.Release], str],
-        parent: str | None = None,
-        control: float | None = None,
-        model: Any = None,
+        keeps: Callable[[expunge.Release], str] = lambda release: ALL,
+        **more: Any,
     ) -> None:
-        """Forget, certify, write and verify: that is timed, measuring accuracy is not."""
+        """Forget, certify, write and verify: that is timed, measuring accuracy is not. ``more``:
+        the ``parent`` of the release, the accuracy of its ``control``, the ``model`` to score."""
         began = time.perf_counter()
         release = work()
         place = write_release(release, self.out / folder)
-        before = None if parent is None else self.out / parent
-        found = expunge.verify(place, parent=before).certificate
+        found = expunge.verify(place, parent=more.get("parent")).certificate
         seconds = time.perf_counter() - began
-        said = keeps if isinstance(keeps, str) else keeps(release)
-        score, bound = self.score(model or release.model), found.survival_bound
-        row = Row(route, folder, score, control, found.epsilon, bound, seconds, said)
+        row = {
+            "route": route,
+            "folder": folder,
+            "test": self.score(more.get("model", release.model)),
+            "control": more.get("control"),
+            "epsilon": found.epsilon,
+            "survival_bound": found.survival_bound,
+            "seconds": seconds,
+            "keeps": keeps(release),
+        }
         self.rows.append(row)
         if not self.quiet:
-            row.print()
+            test, control = (
+                "" if x is None else f"{100 * x:.1f}" for x in (row["test"], row["control"])
+            )
+            shown = (round_up(found.epsilon), f"{seconds:.2f}", "yes", row["keeps"])
+            echo(LINE.format(route, test, control, *shown))
 
 
 def run_demo(out: str | Path, as_json: bool = False) -> None:
@@ -156,76 +142,72 @@ def run_demo(out: str | Path, as_json: bool = False) -> None:
     check_free(target)
     torch.set_num_threads(1)  # networks this small are slower on two
     demo = Demo(target, as_json)
-    old, leaving = 100 * demo.score(demo.old), demo.data.count(demo.people)
+    data, old, leaving = demo.data, demo.score(demo.old), demo.data.count(demo.people)
     if not as_json:
         write(
-            f"{len(demo.data)} digits of {len(demo.data.people)} people; {len(demo.people)} of "
-            f"them ask to be forgotten, with {leaving} digits. The old network has {old:.1f} % of "
-            f"{len(demo.test[1])} test digits right."
+            f"{len(data)} digits of {len(data.people)} people; {len(demo.people)} of them ask to "
+            f"be forgotten, with {leaving} digits. The old network has {100 * old:.1f} % of {TEST} "
+            "test digits right."
         )
         echo("\n" + LINE.format(*NAMES))
-    _retrain(demo)
+    work = partial(expunge.retrain, build, data, forget=demo.people, train=train, old=demo.old)
+    demo.answer("retraining", "retraining", work, lambda release: "nothing")
     _learn_linear(demo)
     _learn_shards(demo)
     _add_noise(demo)
     seconds = time.perf_counter() - began
     if as_json:
-        print_json({"seconds": seconds, "old": old / 100, "rows": [asdict(r) for r in demo.rows]})
+        print_json({"seconds": seconds, "old": old, "rows": demo.rows})
     else:
         _conclude(demo, seconds)
-
-
-def _retrain(demo: Demo) -> None:
-    work = partial(expunge.retrain, build, demo.data, forget=demo.people, train=train, old=demo.old)
-    demo.answer("retraining", "retraining", work, "nothing")
 
 
 def _learn_linear(demo: Demo) -> None:
     """On the table of pixels, and on the features of a published network."""
     from expunge.linear_model import LogisticRegression
 
-    network = publish_network()
-    models = {
-        "logistic regression": ("logistic-regression", LogisticRegression()),
-        "head on a published network": (
-            "head", LogisticRegression(features=expunge.Features(network))
-        ),
-    }  # fmt: skip
-    for route, (folder, model) in models.items():
-        model.fit(demo.x.numpy(), demo.y.numpy(), ids=demo.ids)
+    x, y = demo.data.examples
+    ids = [owners[0] for owners in demo.data.ids or ()]
+    head = LogisticRegression(features=expunge.Features(publish_network()))
+    for route, folder, model in (
+        ("logistic regression", "logistic-regression", LogisticRegression()),
+        ("head on a published network", "head", head),
+    ):
+        model.fit(x.numpy(), y.numpy(), ids=ids)
         first = write_release(model.release(), demo.out / folder / "release-1")
         work = partial(model.forget, demo.people)
-        before = first.relative_to(demo.out).as_posix()
-        demo.answer(route, f"{folder}/release-2", work, ALL, parent=before, model=model)
+        demo.answer(route, f"{folder}/release-2", work, parent=first, model=model)
 
 
 def _learn_shards(demo: Demo) -> None:
     """One person first, who is in one shard; then all the others, who are in every shard."""
-    shards = expunge.Shards(
-        build, train, seed=SEED, shards=SHARDS, slices=2, state=demo.out / "shards" / "state"
-    )
+
+    def count_kept(release: expunge.Release) -> str:
+        assert release.record.sharding is not None
+        return f"{release.record.sharding.trained_from.count(0)} of its {SHARDS} networks"
+
+    place = demo.out / "shards"
+    shards = expunge.Shards(build, train, seed=SEED, shards=SHARDS, slices=2, state=place / "state")
     shards.learn(demo.data)
-    write_release(shards.release(), demo.out / "shards" / "release-1")
-    for number, people in ((2, demo.people[:1]), (3, demo.people[1:])):
-        who = "1 person" if len(people) == 1 else f"{len(people)} people"
+    before = write_release(shards.release(), place / "release-1")
+    one, others = demo.people[:1], demo.people[1:]
+    for who, folder, people in (
+        ("1 person", "release-2", one),
+        (f"{len(others)} people", "release-3", others),
+    ):
         work = partial(shards.forget, people, demo.data)
-        demo.answer(
-            f"{SHARDS} shards, {who}",
-            f"shards/release-{number}",
-            work,
-            _count_kept,
-            parent=f"shards/release-{number - 1}",
-        )
-
-
-def _count_kept(release: expunge.Release) -> str:
-    parts = release.record.sharding
-    assert parts is not None
-    return f"{parts.trained_from.count(0)} of its {SHARDS} networks"
+        route = f"{SHARDS} shards, {who}"
+        demo.answer(route, f"shards/{folder}", work, count_kept, parent=before)
+        before = place / folder
 
 
 def _add_noise(demo: Demo) -> None:
     """The paper's methods, planned around build(), and the control of each."""
+
+    def bound_kept(release: expunge.Release) -> str:
+        bound = math.ceil(1000 * release.certificate.survival_bound) / 10
+        return f"at most {bound:.1f} % of runs differ"
+
     for method in sorted(NOISY):
         work = partial(
             expunge.unlearn, demo.old, build, demo.data, forget=demo.people, method=method,
@@ -235,17 +217,11 @@ def _add_noise(demo: Demo) -> None:
         control = demo.score(work(start="centre").model)
         # each in a folder of its own: beside each other they would have to say releases=3
         folder = f"{method}/release"
-        demo.answer(method.replace("-", " "), folder, work, _bound_kept, control=control)
-
-
-def _bound_kept(release: expunge.Release) -> str:
-    bound = math.ceil(1000 * release.certificate.survival_bound) / 10
-    return f"at most {bound:.1f} % of runs differ"
+        demo.answer(method.replace("-", " "), folder, work, bound_kept, control=control)
 
 
 def _conclude(demo: Demo, seconds: float) -> None:
-    bound = max(row.survival_bound for row in demo.rows)
-    folder = next(row.folder for row in demo.rows if row.epsilon == 0)
+    bound = max(row["survival_bound"] for row in demo.rows)
     write("\nseconds: from the request to its verified certificate, here and now.")
     write(
         "control: the same noisy run started from its centre, without the old network. At epsilon "
@@ -261,9 +237,7 @@ def _conclude(demo: Demo, seconds: float) -> None:
         "else retraining by your own training, in shards if requests will keep coming; and noise "
         "only where nothing can be trained again."
     )
-    for does, command in (
-        ("Check one yourself:", f"expunge verify {demo.out / folder}"),
-        ("Read it in words:", f"expunge show {demo.out / folder}"),
-        ("Your own model:", "expunge init mine"),
-    ):
-        echo(f"  {does:<21}{command}")
+    first = demo.out / demo.rows[0]["folder"]
+    echo(f"  Check one yourself:  expunge verify {first}")
+    echo(f"  Read it in words:    expunge show {first}")
+    echo("  Your own model:      expunge init mine")

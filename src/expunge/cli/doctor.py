@@ -35,7 +35,7 @@ def doctor(as_json: AsJson = False) -> None:
     good = not missing and writable and free > 1e8
     findings = {
         "system": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-        "versions": describe_versions(versions),
+        "versions": ", ".join(f"{name} {number}" for name, number in versions.items() if number),
         "missing": ", ".join(missing) or "nothing that is needed",
         "not here": ", ".join(absent) or "nothing that may be used",
         "torch": _describe_torch() if versions["torch"] is not None else "none",
@@ -56,15 +56,6 @@ def _describe_torch() -> str:
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA"
     return f"{torch.get_num_threads()} threads, {device}"
-
-
-def describe_versions(versions: dict[str, str | None]) -> str:
-    """Those that are there, in one line.
-
-    >>> describe_versions({"torch": "2.9", "ray": None})
-    'torch 2.9'
-    """
-    return ", ".join(f"{name} {number}" for name, number in versions.items() if number is not None)
 
 
 def list_versions() -> dict[str, str | None]:

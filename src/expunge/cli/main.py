@@ -7,36 +7,18 @@ import os
 import sys
 from contextlib import suppress
 from io import TextIOWrapper
-from typing import Annotated, Any, TextIO, cast
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
-from expunge.cli import doctor, releases, runs
+import expunge
+from expunge.cli import doctor, numbers, releases, runs
 from expunge.cli.text import echo
 from expunge.errors import ExpungeError, InputError, RunError, describe_error
 
 EXTRAS = {"torch": "torch", "sklearn": "torch", "ray": "ray"}
-NUMBERS = ("account", "calibrate", "plan")  # their options need the recipes, and so numpy
-
-
-class Commands(TyperGroup):
-    """All commands; those of :mod:`expunge.cli.numbers` are loaded when they are asked for."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return [*NUMBERS, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in NUMBERS:
-            return super().get_command(ctx, cmd_name)
-        from expunge.cli import numbers
-
-        return cast(Any, typer.main.get_command(numbers.app)).commands[cmd_name]
-
-
 app = typer.Typer(
     name="expunge",
-    cls=Commands,
     help="Certified machine unlearning: accounts, plans, runs and certificates.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -47,17 +29,20 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def options(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the versions.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     """Certified machine unlearning: accounts, plans, runs and certificates."""
     if version:
-        echo(doctor.describe_versions(doctor.list_versions()).replace(", ", "\n", 1))
+        echo(f"expunge {expunge.__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 for command in (
+    numbers.account,
+    numbers.calibrate,
+    numbers.plan,
     runs.demo,
     runs.init,
     doctor.doctor,
@@ -96,11 +81,17 @@ def main() -> None:
 
 def run() -> None:
     """Every error raised on purpose is one sentence and an exit code."""
-    for stream in _list_streams():
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream and not stream.closed]
+    for stream in streams:
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="replace")  # a terminal in ASCII is shown ? for ε
     try:
-        _run_command()
+        try:
+            app(standalone_mode=True)
+        except SystemExit:  # what was printed is written before the command counts as done
+            for stream in streams:
+                stream.flush()
+            raise
     except ExpungeError as error:
         if not error.told_by_another:
             _say(str(error))
@@ -122,36 +113,15 @@ def run() -> None:
     except Exception as error:  # 1 would say that a release does not hold
         _say(f"this is a defect of expunge: {describe_error(error)}; please report it")
         sys.exit(RunError.exit_code)
-    finally:
-        _drop_unwritten()
-
-
-def _run_command() -> None:
-    """The command; what it printed is written before it counts as done."""
-    try:
-        app(standalone_mode=True)
-    except SystemExit:
-        for stream in _list_streams():
-            stream.flush()
-        raise
+    finally:  # what cannot be written is not tried again when the interpreter ends, with its code
+        for stream in streams:
+            try:
+                stream.flush()
+            except OSError:
+                with suppress(OSError):
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _say(sentence: str) -> None:
     with suppress(OSError):
         echo(f"expunge: {sentence}", err=True)
-
-
-def _drop_unwritten() -> None:
-    """What could not be written is not tried again when the interpreter ends, with another code."""
-    for stream in _list_streams():
-        try:
-            stream.flush()
-        except OSError:
-            with suppress(OSError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-
-
-def _list_streams() -> list[TextIO]:
-    return [
-        stream for stream in (sys.stdout, sys.stderr) if stream is not None and not stream.closed
-    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -13,13 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
-from expunge.cli.text import AsJson, ComparedTo, print_json, write
+from expunge.cli.text import AsJson, print_json, write
 from expunge.display import tabulate
 from expunge.errors import InputError
 from expunge.files import to_plain
 from expunge.recipes import (
     FIELDS,
     METHODS,
+    ExactRecipe,
     Recipe,
     from_dict,
     list_required,
@@ -30,8 +30,6 @@ from expunge.recipes import (
 if TYPE_CHECKING:
     from expunge.recipes import Guarantee
 
-app = typer.Typer(rich_markup_mode=None)
-
 FREE: dict[str, Literal["smallest", "fewest", "largest"]] = {
     "noise_std": "smallest",
     "steps": "fewest",
@@ -39,39 +37,39 @@ FREE: dict[str, Literal["smallest", "fewest", "largest"]] = {
     "model_clip": "largest",
     "grad_clip": "largest",
 }
-TYPES: dict[str, type] = {"whole": int, "flag": bool}
+ComparedTo = Annotated[
+    str,
+    typer.Option(help="retrained: the same run from a model that never saw them; or centre."),
+]
 
 
 def takes_recipe(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command METHOD, an option for every field of every recipe, and --recipe.
+    """Give a command METHOD and an option for every parameter of every method.
 
     The command gets them as ``data``, the recipe as plain data.
     """
-    file = typer.Option(
-        "--recipe", help="TOML file with method = … and its parameters; may hold lists."
-    )
-    said = f"one of {', '.join(METHODS)}; left out with --recipe."
-    method = typer.Argument(metavar="METHOD", show_default=False, help=said)
-    added: dict[str, Any] = {"method": Annotated[str | None, method]}
+    method = typer.Argument(metavar="METHOD", help=f"one of {', '.join(METHODS)}.")
+    added: dict[str, Any] = {"method": Annotated[str, method]}
     for name, (kind, meaning) in FIELDS.items():
-        added[name] = Annotated[TYPES.get(kind, float) | None, typer.Option(help=meaning)]
-    added["recipe"] = Annotated[Path | None, file]
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    made = [inspect.Parameter(n, keyword, default=None, annotation=a) for n, a in added.items()]
+        number = int if kind == "whole" else float
+        added[name] = Annotated[number | None, typer.Option(help=meaning)]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         options = {name: given.pop(name) for name in added}
-        command(_collect(options), **given)
+        command({name: v for name, v in options.items() if v is not None}, **given)
 
-    kept = [parameter.replace(kind=keyword) for parameter in own if parameter.name != "data"]
+    keyword, own = inspect.Parameter.KEYWORD_ONLY, inspect.signature(command, eval_str=True)
+    made = [
+        inspect.Parameter(n, keyword, default=... if n == "method" else None, annotation=a)
+        for n, a in added.items()
+    ]
+    kept = [p.replace(kind=keyword) for p in own.parameters.values() if p.name != "data"]
     run.__dict__["__signature__"] = inspect.Signature([*made, *kept])
     run.__annotations__ = {}
     return run
 
 
-@app.command()
 @takes_recipe
 def account(
     data: dict[str, Any],
@@ -83,12 +81,11 @@ def account(
     """What a recipe certifies: --delta from --epsilon, or back."""
     from expunge.accounting.guarantee import guarantee
 
-    made, against = from_dict(data), cast(Any, compared_to)
-    found = guarantee(made, epsilon=epsilon, delta=delta, compared_to=against)
+    made = from_dict(data)
+    found = guarantee(made, epsilon=epsilon, delta=delta, compared_to=cast(Any, compared_to))
     print_guarantee(made, found, as_json)
 
 
-@app.command()
 @takes_recipe
 def calibrate(
     data: dict[str, Any],
@@ -107,8 +104,9 @@ def calibrate(
     from expunge.accounting.calibration import calibrate as find_best
     from expunge.accounting.guarantee import guarantee
 
-    if data.get("method") not in METHODS:
-        from_dict(data)
+    noisy = [name for name, kind in METHODS.items() if not issubclass(kind, ExactRecipe)]
+    if data["method"] not in noisy:
+        raise InputError.of("method", data["method"], "one of " + ", ".join(noisy))
     missing = [name for name in list_required(data["method"]) if name not in data]
     if len(missing) != 1 or missing[0] not in FREE:
         names = (field.name for field in fields(METHODS[data["method"]]))
@@ -122,19 +120,12 @@ def calibrate(
     def make(value: float) -> Recipe:
         return from_dict(data | {free: int(value) if free == "steps" else value})
 
-    best = find_best(
-        cast(Any, make),
-        epsilon=epsilon,
-        delta=delta,
-        compared_to=cast(Any, compared_to),
-        find=FREE[free],
-        parameters=parameters,
-    )
-    found = guarantee(best, delta=delta, compared_to=cast(Any, compared_to))
-    print_guarantee(best, found, as_json)
+    target: dict[str, Any] = {"delta": delta, "compared_to": compared_to}
+    find = FREE[free]
+    best = find_best(cast(Any, make), epsilon=epsilon, find=find, parameters=parameters, **target)
+    print_guarantee(best, guarantee(best, **target), as_json)
 
 
-@app.command()
 def plan(
     epsilon: Annotated[float | None, typer.Option(help="Target epsilon.")] = None,
     delta: Annotated[float | None, typer.Option(help="Target delta.")] = None,
@@ -192,21 +183,3 @@ def _list_values(recipe: Recipe) -> list[tuple[str, str]]:
         (name, f"{min(v)!r} … {max(v)!r} ({len(v)} values)" if isinstance(v, list) else str(v))
         for name, v in given.items()
     ]
-
-
-def _collect(options: dict[str, Any]) -> dict[str, Any]:
-    """The recipe as plain data from the options, or from --recipe with options on top."""
-    path, method = options.pop("recipe"), options.pop("method")
-    data = {} if path is None else _read_recipe(path)
-    if method is not None and data.setdefault("method", method) != method:
-        raise InputError(f"METHOD is {method!r} but the recipe file says {data['method']!r}")
-    return data | {name: value for name, value in options.items() if value is not None}
-
-
-def _read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"--recipe {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"--recipe {path} is not valid TOML: {error}") from None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from expunge.cli.text import AsJson, Folder, echo, print_json, quote
-from expunge.display import round_up
+from expunge.cli import text
+from expunge.cli.text import AsJson, Folder, print_json, quote
 from expunge.errors import InputError, VerificationError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def verify(
     Exit 0 it holds, 1 it does not, and why, 2 the input is unusable.
     """
     from expunge.certificates.verification import verify as check
+    from expunge.certificates.wording import list_facts
 
     given: dict[str, Any] = {"key": key, "parent": parent, "weights": weights, "record": record}
     if people is not None:
@@ -54,19 +55,16 @@ def verify(
             print_json({"holds": False, "differs": str(error)})
         raise
     certificate = found.certificate
-    if as_json:
-        facts = {"holds": True, "checked": found.checked, "unchecked": found.unchecked}
-        print_json(facts | {"certificate": certificate.model_dump(mode="json")})
-        return
     signed = "not signed" if certificate.signature is None else _describe_signer(certificate)
-    echo(
-        f"{quote(folder)} holds: epsilon = {round_up(certificate.epsilon)}, "
-        f"delta = {round_up(certificate.delta)}, compared to {certificate.compared_to}; {signed}"
-    )
-    for warning in certificate.warnings:
-        echo(f"  {warning}")
-    for sentence in found.unchecked:
-        echo(f"  not looked at: {sentence}")
+    guarantee = list_facts(certificate)["guarantee"]
+    lines = [
+        f"{quote(folder)} holds: {guarantee}, compared to {certificate.compared_to}; {signed}",
+        *certificate.warnings,
+        *(f"not looked at: {sentence}" for sentence in found.unchecked),
+    ]
+    facts: dict[str, Any] = {"holds": True, "checked": found.checked, "unchecked": found.unchecked}
+    facts["certificate"] = certificate.model_dump(mode="json")
+    text.show(facts, "\n  ".join(lines), as_json)
 
 
 def show(folder: Folder, as_json: AsJson = False) -> None:
@@ -76,10 +74,7 @@ def show(folder: Folder, as_json: AsJson = False) -> None:
     found = Certificate.load(folder / "certificate.json" if folder.is_dir() else folder)
     for problem in check_digest(found):
         raise VerificationError(f"{folder} does not hold: {problem}")
-    if as_json:
-        print_json(found.model_dump(mode="json"))
-        return
-    echo(found.statement())
+    text.show(found.model_dump(mode="json"), found.statement().rstrip(), as_json)
 
 
 def report(
@@ -93,7 +88,7 @@ def report(
     from expunge.report.page import write_report
 
     written = write_report(folder, public=public)
-    print_json({"report": str(written)}) if as_json else echo(str(written))
+    text.show({"report": str(written)}, str(written), as_json)
 
 
 def audit(
@@ -116,10 +111,7 @@ def audit(
 
     options: dict[str, Any] = {"trials": trials, "seconds": seconds, "confidence": confidence}
     found = audit_run(folder, seed=seed, progress=True, **options)
-    if as_json:
-        print_json(to_plain(found) | {"contradicts": found.contradicts})
-    else:
-        echo(str(found))
+    text.show(to_plain(found) | {"contradicts": found.contradicts}, str(found), as_json)
     if found.contradicts:
         raise typer.Exit(1)
 
@@ -133,13 +125,12 @@ def keygen(
 
     private, public = write_key_pair(file)
     mark = fingerprint(read_public_key(public))
-    if as_json:
-        print_json({"private": str(private), "public": str(public), "fingerprint": mark})
-        return
-    echo(
+    said = (
         f"{private}: the private key, which only you may read; keep it\n"
         f"{public}: the public key, {mark}; publish it"
     )
+    facts = {"private": str(private), "public": str(public), "fingerprint": mark}
+    text.show(facts, said, as_json)
 
 
 def sign(
@@ -166,7 +157,7 @@ def sign(
         if (folder / name).exists():
             write_report(folder, public=public)
     said = _describe_signer(after)
-    print_json({"folder": str(folder), "signature": said}) if as_json else echo(f"{folder}: {said}")
+    text.show({"folder": str(folder), "signature": said}, f"{quote(folder)}: {said}", as_json)
 
 
 def _describe_signer(certificate: Certificate) -> str:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from expunge.cli.text import AsJson, Folder, echo, print_json, quote, visible, write
-from expunge.display import round_up
+from expunge.cli.text import AsJson, Folder, echo, print_json, quote, show, visible, write
 from expunge.errors import InputError, VerificationError
 
 if TYPE_CHECKING:
@@ -22,13 +22,11 @@ if TYPE_CHECKING:
 
 Kind = Literal["plain", "lora", "head", "shards"]
 TEMPLATES = Path(__file__).parent / "templates"
+# Python is kept as text in the package, so that no tool takes it for a part of it.
 FILES = {"job.toml": "job.toml", "own.py": "own.py.txt", "forget.txt": "forget.txt"}
-NEXT: dict[Kind, str] = {
-    "plain": "python own.py && expunge unlearn job.toml",
-    "lora": "python own.py && expunge unlearn job.toml",
-    "head": "expunge learn job.toml && expunge forget state forget.txt --out release-2",
-    "shards": "expunge learn job.toml && expunge forget state forget.txt --out release-2",
-}
+_TRAIN = "python own.py && expunge unlearn job.toml"
+_LEARN = "expunge learn job.toml && expunge forget state forget.txt --out release-2"
+NEXT: dict[Kind, str] = {"plain": _TRAIN, "lora": _TRAIN, "head": _LEARN, "shards": _LEARN}
 JobPath = Annotated[Path, typer.Argument(metavar="JOB.TOML", help="What to do; see expunge init.")]
 
 
@@ -65,12 +63,8 @@ def init(
         raise InputError(f"--{' and --'.join(asked)} are kinds of job; name one of them")
     kind: Kind = asked[0] if asked else "plain"
     written, then = write_template(folder, kind), f"cd {quote(folder)} && {NEXT[kind]}"
-    if as_json:
-        print_json({"files": [str(path) for path in written], "next": then})
-        return
-    for path in written:
-        echo(str(path))
-    echo(f"next: {then}", err=True)
+    files = [str(path) for path in written]
+    show({"files": files, "next": then}, "\n".join([*files, f"next: {then}"]), as_json)
 
 
 def check(job: JobPath, as_json: AsJson = False) -> None:
@@ -79,12 +73,8 @@ def check(job: JobPath, as_json: AsJson = False) -> None:
 
     with logging_to_stderr():
         found = check_job(job)
-    if as_json:
-        print_json({"job": str(job), "good": True, "facts": found})
-        return
-    echo(f"{quote(job)} can run:")
-    for sentence in found:
-        echo(f"  {sentence}")
+    facts = {"job": str(job), "good": True, "facts": found}
+    show(facts, "\n  ".join([f"{quote(job)} can run:", *found]), as_json)
 
 
 def unlearn(
@@ -99,13 +89,15 @@ def unlearn(
 
     Exit 0 done, 2 refused, 3 failed and may be tried again, 130 or 143 stopped. Under torchrun too.
     """
-    from expunge.jobs.jobfile import read_unlearn_job
+    from expunge.jobs.jobfile import read_job
     from expunge.jobs.run import find_target, run_job
+    from expunge.jobs.tables import UnlearnJob
 
-    with logging_to_stderr():
+    where = "" if out is None else f" --out {quote(out)}"
+    with logging_to_stderr(f"; go on with: expunge unlearn {quote(job)}{where} --resume"):
         release = run_job(job, out=out, resume=resume, progress=True)
     if is_first():
-        print_release(release, find_target(read_unlearn_job(job), out), as_json)
+        print_release(release, find_target(read_job(job).of(UnlearnJob), out), as_json)
 
 
 def learn(
@@ -120,21 +112,21 @@ def learn(
     from expunge.jobs.learning import learn_job
 
     with logging_to_stderr():
-        done = learn_job(job, ray=ray)
+        found, release = learn_job(job, ray=ray)
+    state, folder = found["state"], found["folder"]
     if as_json:
-        facts: dict[str, Any] = {"state": str(done.state), "kind": done.kind}
-        facts |= {"examples": done.examples, "people": done.people, "new": done.new}
-        if done.release is not None:
-            facts["certificate"] = done.release.certificate.model_dump(mode="json")
+        facts = found | {"state": str(state), "folder": folder and str(folder)}
+        if release is not None:
+            facts["certificate"] = release.certificate.model_dump(mode="json")
         print_json(facts)
         return
     echo(
-        f"{quote(done.state)}: {done.new:,} examples are new; it has {done.examples:,} of "
-        f"{done.people:,} people and is private"
+        f"{quote(state)}: {found['new']:,} examples are new; it has {found['examples']:,} of "
+        f"{found['people']:,} people and is private"
     )
-    if done.release is not None and done.folder is not None:
-        print_release(done.release, done.folder)
-    echo(f"  forget with: expunge forget {quote(done.state)} forget.txt --out release-2")
+    if release is not None:
+        print_release(release, folder)
+    echo(f"  forget with: expunge forget {quote(state)} forget.txt --out release-2")
 
 
 def forget(
@@ -176,25 +168,24 @@ def replay(
         if as_json:
             print_json({"same": False, "differs": str(error)})
         raise
-    print_json({"same": True, "facts": found}) if as_json else echo(
-        f"{quote(folder)}: the same bits again" + "".join(f"\n  {line}" for line in found)
-    )
+    text = "\n  ".join([f"{quote(folder)}: the same bits again", *found])
+    show({"same": True, "facts": found}, text, as_json)
 
 
 def print_release(release: Release, folder: Path, as_json: bool = False) -> None:
-    """What was written, what it promises, and how to check it."""
+    """What was written, what it promises, who was forgotten, and how to check it."""
+    from expunge.certificates.wording import list_facts
+
     certificate = release.certificate
-    if as_json:
-        facts = {"folder": str(folder), "certificate": certificate.model_dump(mode="json")}
-        print_json(facts)
-        return
-    echo(
-        f"{quote(folder)}: epsilon = {round_up(certificate.epsilon)}, "
-        f"delta = {round_up(certificate.delta)}, compared to {certificate.compared_to}"
-    )
-    for warning in certificate.warnings:
-        echo(f"  {warning}")
-    echo(f"  check it with: expunge verify {quote(folder)}")
+    said = list_facts(certificate)
+    lines = [
+        f"{quote(folder)}: {said['guarantee']}, compared to {certificate.compared_to}",
+        f"forgotten: {said['forgotten']}; retained: {said['retained']}",
+        *certificate.warnings,
+        f"check it with: expunge verify {quote(folder)}",
+    ]
+    facts = {"folder": str(folder), "certificate": certificate.model_dump(mode="json")}
+    show(facts, "\n  ".join(lines), as_json)
 
 
 def print_routes(found: Routes, as_json: bool) -> None:
@@ -222,23 +213,30 @@ def is_first() -> bool:
 
 
 @contextmanager
-def logging_to_stderr() -> Generator[None]:
-    """What a run says on its way goes to stderr, one plain line each."""
-    log = logging.getLogger("expunge")
+def logging_to_stderr(again: str = "") -> Generator[None]:
+    """What a run says on its way goes to stderr, one plain line each. SIGTERM stops it as Ctrl-C
+    does, with the exit code that shells give; ``again`` says how to go on."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    log, before = logging.getLogger("expunge"), signal.signal(signal.SIGTERM, stop)
     handler = logging.StreamHandler(sys.stderr) if is_first() else logging.NullHandler()
-    before = log.level
     handler.setFormatter(_Visible("%(message)s"))
     log.addHandler(handler)
+    level = log.level
     log.setLevel(logging.INFO)
     try:
         yield
-    except KeyboardInterrupt as stop:  # typer would end it with a code of its own
+    except KeyboardInterrupt as stopped:  # typer would end it with a code of its own
         if is_first():
-            echo(f"expunge: {str(stop) or 'stopped'}", err=True)
-        raise typer.Exit(getattr(stop, "exit_code", 130)) from None
+            echo(f"expunge: stopped{again}", err=True)
+        ended = signal.SIGTERM if stopped.args == (signal.SIGTERM,) else signal.SIGINT
+        raise typer.Exit(128 + ended) from None
     finally:
         log.removeHandler(handler)
-        log.setLevel(before)
+        log.setLevel(level)
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Visible(logging.Formatter):
@@ -248,8 +246,6 @@ class _Visible(logging.Formatter):
 
 def write_template(folder: str | Path, kind: Kind = "plain") -> list[Path]:
     """Write job.toml, own.py and forget.txt; refuse if any of them is there already.
-
-    Python is kept as text in the package, so that no tool takes it for a part of it.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:

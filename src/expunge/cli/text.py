@@ -18,10 +18,6 @@ import typer
 
 from expunge.display import is_visible
 
-ComparedTo = Annotated[
-    str,
-    typer.Option(help="retrained: the same run from a model that never saw them; or centre."),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a release.")]
 WIDEST = 100
@@ -60,6 +56,11 @@ def print_json(data: dict[str, Any]) -> None:
 
 def _escape_json(found: re.Match[str]) -> str:
     return found[0] if is_visible(found[0]) else json.dumps(found[0])[1:-1]
+
+
+def show(facts: dict[str, Any], text: str, as_json: bool) -> None:
+    """The facts for a program, or the text for people."""
+    print_json(facts) if as_json else echo(text)
 
 
 def quote(path: str | Path) -> str:

@@ -9,14 +9,13 @@ import expunge
 from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.learning import make_learner, split_examples
-from expunge.jobs.loading import explaining, importing_from, load_function
-from expunge.jobs.options import settle_recipe
+from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.request import (
     Request,
+    check_second,
     collecting,
     load_data,
     load_request,
-    load_training,
     refuse_all,
 )
 from expunge.jobs.tables import LearnJob, NoisyTable, ShardsJob, UnlearnJob
@@ -29,29 +28,30 @@ def check_job(path: str | Path) -> list[str]:
     made = read_job(path)
     with importing_from(made.folder):
         if isinstance(made.job, UnlearnJob):
-            facts = _check_unlearn(JobFile(made.path, made.job))
+            facts = _check_unlearn(made.of(UnlearnJob))
         else:
-            facts = _check_learn(JobFile(made.path, made.job))
+            facts = _check_learn(made.of(LearnJob))
     return [f"method: {made.job.method.name}", *facts]
 
 
 def _check_unlearn(made: JobFile[UnlearnJob]) -> list[str]:
     job, problems = made.job, list[str]()
+    target = made.locate(job.output.dir)
     with collecting(problems):
-        check_free(made.locate(job.output.dir))
+        check_free(target)
     request = load_request(made, before=problems)
     found = expunge.check(
         request.build,
         request.data,
-        train=request.train,
         old=request.old,
-        forget=request.people,
         strict=job.model.strict,
         **request.batches,
         **request.options,
     )
     facts = list(found.facts)
     if isinstance(job.method, NoisyTable) and not found.problems:
+        with collecting(problems):
+            check_second(made, request, target)
         with collecting(problems):
             facts.append(_describe_noise(request, job.method))
     refuse_all(made.path, [*problems, *found.problems])
@@ -65,10 +65,10 @@ def _describe_noise(request: Request, method: NoisyTable) -> str:
     from expunge.noisy.choice import choose_recipe
 
     start = {n: p.detach() for n, p in list_trainable(call_build(request.build)).items()}
-    own: Any = (lambda count: settle_recipe(method, count)) if method.options else None
     asked: dict[str, Any] = {"delta": method.delta, "compared_to": method.compared_to}
+    more: dict[str, Any] = {"method": method.name, "releases": method.releases}
     recipe, execution, _ = choose_recipe(
-        own, start, epsilon=method.epsilon, method=method.name, releases=method.releases, **asked
+        method.recipe, start, epsilon=method.epsilon, **more, **asked
     )
     found = expunge.guarantee(recipe, execution=execution, **asked)
     return (
@@ -88,10 +88,8 @@ def _check_learn(made: JobFile[LearnJob]) -> list[str]:
     refuse_all(made.path, problems)
     learner, data = found["learner"], found["data"]
     if isinstance(job, ShardsJob):
-        build = load_function("model.build", job.model.build, made.folder)
-        loss, train = load_training(made, job.training)
-        checked = expunge.check(build, data, train=train, **loss)
-        refuse_all(made.path, checked.problems)
+        checked = expunge.check(learner.plan.build, data, train=learner.plan.train)
+        refuse_all(made.path, list(checked.problems))
         return list(checked.facts)
     first = data if data.stream else data.take(range(min(ROWS, len(data))))
     with collecting(problems), explaining("one batch failed"):

@@ -1,30 +1,25 @@
-"""``job.toml`` as a whole: every mistake in one pass, with its line and key.
+"""``job.toml`` as a whole: every mistake in one pass, each with its key.
 
 A job is read and validated before anything runs; no code that it names is run here.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
+from expunge.display import shorten
 from expunge.errors import InputError
-from expunge.jobs.options import Mistake, check_options, suggest
-from expunge.jobs.tables import LEARNED, NAMES, Job, LearnJob, Table, UnlearnJob, find_tables
-
-MAX_BYTES = 100_000
-FILES = (("model", "old"), ("model", "published"), ("data", "forget"), ("output", "sign"))
-FOLDERS = (("model", "old"), ("model", "published"), ("method", "parent"))
-FUNCTIONS = (("model", "build"), ("data", "load"), ("training", "function"), ("training", "loss"))
+from expunge.jobs.options import suggest
+from expunge.jobs.tables import JOBS, LEARNED, NAMES, NOISY, Job, LearnJob, list_tables
 
 AnyJob = TypeVar("AnyJob", bound=Job, covariant=True)
-Key = tuple[str, ...]
+OneJob = TypeVar("OneJob", bound=Job)
 
 
 @dataclass(frozen=True)
@@ -34,6 +29,18 @@ class JobFile(Generic[AnyJob]):
     path: Path
     job: AnyJob
 
+    def of(self, kind: type[OneJob]) -> JobFile[OneJob]:
+        """The same, if it is a job of this kind; else an error says which command takes it."""
+        if isinstance(self.job, kind):
+            return JobFile(self.path, self.job)
+        job, takes = self.job, f"expunge learn takes {' and '.join(LEARNED)}"
+        if isinstance(job, LearnJob):
+            takes = f"what it learned forgets by expunge forget {job.state.dir} LIST"
+        raise InputError(
+            f"{self.path} is a job for expunge {job.command}: its method is {job.method.name!r}; "
+            f"{takes}"
+        )
+
     @property
     def folder(self) -> Path:
         return self.path.absolute().parent
@@ -42,9 +49,13 @@ class JobFile(Generic[AnyJob]):
         """A path of the job file as one that can be opened from here."""
         return self.folder / Path(name).expanduser()
 
+    def find(self, name: str | None) -> Path | None:
+        """The same of a key that may be left out."""
+        return None if name is None else self.locate(name)
+
 
 def read_job(path: str | Path) -> JobFile[Job]:
-    """The job of a file; one error names all mistakes, each with its line and key.
+    """The job of a file; one error names all mistakes.
 
     >>> read_job("/nowhere/job.toml")
     Traceback (most recent call last):
@@ -52,167 +63,78 @@ def read_job(path: str | Path) -> JobFile[Job]:
     expunge.errors.InputError: job file /nowhere/job.toml cannot be read: No such file or directory
     """
     file = Path(path)
-    text, data = _parse(file)
-    method: object = data.get("method", {})
-    name = cast(Any, method).get("name", "retraining") if isinstance(method, dict) else None
-    whole, kinds = find_tables(name if isinstance(name, str) else "")
-    tables, mistakes = _validate(data, kinds, whole)
-    if name in NAMES:
-        mistakes += check_options(name, tables, data)
-    else:  # which keys [method] may have is not decided
-        mistakes = [m for m in mistakes if m[0][:1] != ("method",) or m[0][1:] == ("name",)]
-    mistakes += _check_paths(tables, file.absolute().parent)
+    try:
+        data = tomllib.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise InputError(f"job file {file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # TOML's own errors are among them
+        raise InputError(f"job file {file} is not valid TOML: {error}") from None
+    method: Any = data.get("method", {})
+    name: object = method.get("name", "retraining") if isinstance(method, dict) else "retraining"
+    if name not in NAMES:  # which tables and keys there may be is not decided
+        raise join_mistakes(
+            file, [f"method.name is {name!r}; it must be one of {', '.join(NAMES)}"]
+        )
+    kind, mistakes = JOBS[cast(str, name)], _check_together(cast(str, name), data)
+    try:
+        job = kind.model_validate(data, context=file.absolute().parent)
+    except ValidationError as error:
+        found = [sentence for item in error.errors() for sentence in _describe(kind, item)]
+        raise join_mistakes(file, dict.fromkeys([*found, *mistakes])) from None
     if mistakes:
-        raise join_mistakes(file, text, mistakes)
-    return JobFile(file, whole.model_validate(tables))
+        raise join_mistakes(file, mistakes)
+    return JobFile(file, job)
 
 
-def read_unlearn_job(path: str | Path) -> JobFile[UnlearnJob]:
-    """The job of a file for ``expunge unlearn``."""
-    found = read_job(path)
-    if not isinstance(found.job, UnlearnJob):
-        raise InputError(
-            f"{path} is a job for expunge learn: its method is {found.job.method.name!r}; what it "
-            f"learned forgets by expunge forget {found.job.state.dir} LIST"
-        )
-    return JobFile(found.path, found.job)
+def join_mistakes(path: Path, mistakes: Iterable[str]) -> InputError:
+    """The one error that names all mistakes.
 
-
-def read_learn_job(path: str | Path) -> JobFile[LearnJob]:
-    """The job of a file for ``expunge learn``."""
-    found = read_job(path)
-    if isinstance(found.job, UnlearnJob):
-        raise InputError(
-            f"{path} is a job for expunge unlearn: its method is {found.job.method.name!r}; "
-            f"expunge learn takes {' and '.join(LEARNED)}"
-        )
-    return JobFile(found.path, found.job)
-
-
-def join_mistakes(path: Path, text: str, mistakes: Iterable[Mistake]) -> InputError:
-    """The one error that names all mistakes, in the order of their lines.
-
-    >>> text = "[method]\\nepsilon = -1\\n"
-    >>> mistake = ("method", "epsilon"), "method.epsilon is -1; it must be > 0"
-    >>> str(join_mistakes(Path("job.toml"), text, [mistake]))
-    'job.toml, line 2: method.epsilon is -1; it must be > 0'
+    >>> str(join_mistakes(Path("job.toml"), ["method.epsilon is -1; it must be > 0"]))
+    'job.toml: method.epsilon is -1; it must be > 0'
     """
-    lines = find_lines(text)
-    placed = [(lines.get(key, lines.get(key[:1])), sentence) for key, sentence in mistakes]
-    placed.sort(key=lambda item: item[0] or 0)
-    if len(placed) == 1:
-        line, sentence = placed[0]
-        return InputError(f"{path}{'' if line is None else f', line {line}'}: {sentence}")
-    listed = [s if line is None else f"line {line}: {s}" for line, s in placed]
-    return InputError("\n  ".join([f"{path} has {len(placed)} mistakes:", *listed]))
+    found = list(mistakes)
+    if len(found) == 1:
+        return InputError(f"{path}: {found[0]}")
+    return InputError("\n  ".join([f"{path} has {len(found)} mistakes:", *found]))
 
 
-def find_lines(text: str) -> dict[Key, int]:
-    """The line on which each table and key begins.
-
-    The parser itself says where: the key that a longer piece of the file has and the last shorter
-    piece that could be parsed had not began right after that piece.
-
-    >>> find_lines("[a]\\nx = [1,\\n     2]\\ny = 3\\n")
-    {('a',): 1, ('a', 'x'): 2, ('a', 'y'): 4}
-    """
-    lines = text.split("\n")
-    found: dict[Key, int] = {}
-    parsed = 0
-    for count in range(1, len(lines) + 1):
-        try:
-            data = tomllib.loads("\n".join(lines[:count]) + "\n")
-        except tomllib.TOMLDecodeError:
-            continue
-        for table, values in data.items():
-            found.setdefault((table,), parsed + 1)
-            for name in cast(dict[str, Any], values if isinstance(values, dict) else {}):
-                found.setdefault((table, name), parsed + 1)
-        parsed = count
+def _check_together(name: str, data: dict[str, Any]) -> list[str]:
+    """What one table asks of another, whether or not each is valid by itself."""
+    tables = {key: cast(dict[str, Any], v) for key, v in data.items() if isinstance(v, dict)}
+    found = list[str]()
+    start = tables.get("method", {}) | tables.get("model", {"old": None})
+    if name in NOISY and not start.keys() & {"old", "parent"}:
+        found.append(f"model.old is missing; {name} starts from the weights that must forget")
+    if name == "linear-model" and "features" in data and "model" not in data:
+        said = "[features] is given without [model]; they are those of the network of its build"
+        found.append(said)
+    training = tables.get("training", {"function": None})
+    if name in ("retraining", "shards") and not training.keys() - {"loss", "seed"}:
+        found.append("training.function is missing; name it, or give epochs and the like")
     return found
 
 
-def _parse(file: Path) -> tuple[str, dict[str, Any]]:
-    """The text of a job file and its tables."""
-    try:
-        raw = file.read_bytes()
-    except OSError as error:
-        raise InputError(f"job file {file} cannot be read: {error.strerror}") from None
-    if len(raw) > MAX_BYTES:
-        raise InputError(f"job file {file} is larger than {MAX_BYTES:,} bytes")
-    try:
-        text = raw.decode("utf-8-sig")
-        return text, tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOML's own errors are among them
-        raise InputError(f"job file {file} is not valid TOML: {error}") from None
-
-
-def _validate(
-    data: dict[str, Any], kinds: Mapping[str, type[Table]], whole: type[Table]
-) -> tuple[dict[str, Any], list[Mistake]]:
-    """The tables that are valid by themselves, and what is wrong with the others."""
-    made, mistakes = dict[str, Any](), list[Mistake]()
-    for name in [name for name in data if name not in kinds]:
-        hint = suggest(name, kinds)
-        mistakes.append(((name,), f"[{name}] is not a table of this job; {hint}"))
-    for name, kind in kinds.items():
-        if name in data:
-            try:
-                made[name] = kind.model_validate(data[name])
-            except ValidationError as error:
-                mistakes += dict.fromkeys(_describe(name, kind, item) for item in error.errors())
-        elif whole.model_fields[name].is_required():
-            mistakes.append(((), f"[{name}] is missing; this job needs it"))
-    return made, mistakes
-
-
-def _describe(table: str, kind: type[BaseModel], error: Any) -> Mistake:
-    """One of pydantic's findings as a sentence: field, value, and the field's description."""
-    names = [part for part in cast(tuple[Any, ...], error["loc"]) if isinstance(part, str)][:1]
-    key, name = (table, *names), ".".join((table, *names))
-    shown = repr(error["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    if not names:
-        return key, f"{table} is {shown}; it must be a table"
-    if error["type"] == "extra_forbidden":
-        exact = table == "method"  # other methods have tables that are open
-        why = " with name = 'retraining', which adds no noise" if exact else ""
-        hint = suggest(names[0], kind.model_fields)
-        return key, f"{name} is not a key of [{table}]{why}; {hint}"
-    valid = kind.model_fields[names[0]].description
-    if error["type"] == "missing":
-        return (table,), f"{name} is missing; it must be {valid}"
-    return key, f"{name} is {shown}; it must be {valid}"
-
-
-def _check_paths(tables: Mapping[str, Any], folder: Path) -> Iterator[Mistake]:
-    """Every file that the job reads is there, and so is the home of every function."""
-    for table, name in dict.fromkeys(FILES + FOLDERS):
-        given = getattr(tables.get(table), name, None)
-        if given is not None:
-            path = folder / Path(given).expanduser()
-            is_file = path.is_file() and (table, name) in FILES
-            if not (is_file or (path.is_dir() and (table, name) in FOLDERS)):
-                what = "file" if (table, name) in FILES else "folder"
-                said = f"{table}.{name} is {given!r}; there is no such {what} in {folder}"
-                yield (table, name), said
-    for table, name in FUNCTIONS:
-        given = getattr(tables.get(table), name, None) or ""
-        home = given.rpartition(":")[0]
-        if missing := _find_missing(home, folder) if home else None:
-            yield (table, name), f"{table}.{name} is {given!r}; {missing}"
-
-
-def _find_missing(place: str, folder: Path) -> str | None:
-    """What is missing of a function's file or package; its code is not run."""
-    if place.endswith(".py"):
-        there = (folder / Path(place).expanduser()).is_file()
-        return None if there else f"there is no such file in {folder}"
-    top = place.partition(".")[0]
-    try:
-        there = top.isidentifier() and importlib.util.find_spec(top) is not None
-    except (ImportError, ValueError):
-        there = False
-    if there or (folder / top).is_dir() or (folder / f"{top}.py").is_file():
-        return None
-    return f"there is no module {top} in {folder}, nor one installed"
+def _describe(job: type[Job], error: Any) -> list[str]:
+    """One of pydantic's findings as sentences: field, value, and the field's description."""
+    (table, *keys), tables = error["loc"], list_tables(job)
+    name, shown = ".".join([table, *map(str, keys[:1])]), shorten(error["input"])
+    if table not in tables:
+        return [f"[{table}] is not a table of this job; {suggest(table, tables)}"]
+    fields = tables[table].model_fields
+    match error["type"], bool(keys):
+        case "missing", False:
+            return [f"[{table}] is missing; this job needs it"]
+        case "value_error", False:  # of keys that are valid by themselves
+            return [f"{table}.{sentence}" for sentence in error["ctx"]["error"].args]
+        case _, False:
+            return [f"{table} is {shown}; it must be a table"]
+        case "missing", True:
+            return [f"{name} is missing; it must be {fields[keys[0]].description}"]
+        case "value_error", True:
+            return [f"{name} is {shown}; {error['ctx']['error']}"]
+        case "extra_forbidden", True:
+            why = " with name = 'retraining', which adds no noise" if table == "method" else ""
+            hint = suggest(keys[0], fields)
+            return [f"{name} is not a key of [{table}]{why}; {hint}"]
+        case _:
+            return [f"{name} is {shown}; it must be {fields[keys[0]].description}"]

@@ -8,7 +8,6 @@ import os
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,8 @@ import expunge
 from expunge.data.data import Data
 from expunge.errors import InputError
 from expunge.files import check_free
-from expunge.jobs.jobfile import JobFile, read_learn_job
+from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from, load_function
-from expunge.jobs.options import find_estimator
 from expunge.jobs.request import load_data, load_training
 from expunge.jobs.run import sign_release, write_release
 from expunge.jobs.tables import LearnJob, LinearJob, ShardsJob
@@ -34,27 +32,14 @@ LOG = logging.getLogger("expunge")
 JOB = "job.json"  # a content of the state: by which job it was learned
 
 
-@dataclass(frozen=True)
-class Learned:
-    """A state after learning: how much is new, how much there is, and the release if one was
-    written."""
-
-    state: Path
-    kind: str
-    new: int
-    examples: int
-    people: int
-    folder: Path | None
-    release: Release | None
-
-
-def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
-    """Learn a job's examples into its state; again, those that are new."""
-    made = read_learn_job(path)
+def learn_job(path: str | Path, *, ray: bool = False) -> tuple[dict[str, Any], Release | None]:
+    """Learn a job's examples into its state; again, those that are new. Returns how much is new and
+    how much there is, and the release if one was written."""
+    made = read_job(path).of(LearnJob)
     job, state = made.job, made.locate(made.job.state.dir)
     if ray and not isinstance(job, ShardsJob):
         raise InputError(f"--ray is given, and {path} is of {job.method.name}; it trains shards")
-    there, folder = read_kind(state), None
+    there, folder, release = read_kind(state), None, None
     if there is None:
         check_free(state)
     elif there != job.method.name:
@@ -65,7 +50,7 @@ def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
         folder = check_free(made.locate(job.output.dir))
     with importing_from(made.folder):
         data, learner = load_data(made), make_learner(made, state, ray=ray)
-        before, release = 0 if there is None else count_examples(learner), None
+        before = 0 if there is None else count_examples(learner)
         facts = f"{len(data):,} examples of {len(data.people):,} people"
         LOG.info("%s: %s", job.method.name, facts)
         with explaining("learning failed in the model, its data or its training"), reporting():
@@ -73,14 +58,13 @@ def learn_job(path: str | Path, *, ray: bool = False) -> Learned:
                 learner.partial_fit(*split_examples(data), ids=data.ids)
             else:
                 learner.learn(data)
-        if isinstance(job, ShardsJob):
-            keep_job(learner.state, made)
-        after = count_examples(learner)
+                keep_job(learner.state, made)
         if job.output is not None and folder is not None:
             release = sign_release(learner.release(), made, job.output.sign)
             write_release(release, folder)
-    kept = len(learner.holds(data.people))
-    return Learned(state, job.method.name, after - before, after, kept, folder, release)
+    after, kept = count_examples(learner), len(learner.holds(data.people))
+    found = {"state": state, "kind": job.method.name, "folder": folder}
+    return found | {"new": after - before, "examples": after, "people": kept}, release
 
 
 def keep_job(state: State, made: JobFile[LearnJob]) -> None:
@@ -106,29 +90,29 @@ def reporting() -> Generator[None]:
 
 def make_learner(made: JobFile[LearnJob], state: Path | None, ray: bool = False) -> Any:
     """The model of a job that goes on with ``state``. Call inside ``importing_from``."""
-    with explaining("model.build failed"):
-        match made.job:
-            case LinearJob(method=method) as job:
-                network = load_network(made, job)
-                options = {} if job.features is None else job.features.options
-                features = None if network is None else expunge.Features(network, **options)
-                kind = find_estimator(method.estimator)
-                return kind(**method.options, features=features, state=state)
-            case ShardsJob(method=method) as job:
-                build = load_function("model.build", job.model.build, made.folder)
-                train: Any = load_training(made, job.training)[1]
-                return expunge.Shards(build, train, **method.options, state=state, ray=ray)
+    job = made.job
+    if isinstance(job, ShardsJob):
+        build = load_function("model.build", job.model.build, made.folder)
+        train: Any = load_training(made, job.training)[1]
+        return expunge.Shards(build, train, **job.method.options, state=state, ray=ray)
+    assert isinstance(job, LinearJob)
+    network = load_network(made)
+    with explaining("[features] cannot be made"):
+        given = {} if job.features is None else job.features.options
+        features = None if network is None else expunge.Features(network, **given)
+    return job.method.kind(**job.method.options, features=features, state=state)
 
 
-def load_network(made: JobFile[LearnJob], job: LinearJob) -> Any:
-    """The published network of a job in eval mode; None where it has none. What ``build()`` draws
-    it draws under a public seed, as everywhere."""
-    if job.model.build is None:
+def load_network(made: JobFile[LearnJob]) -> Any:
+    """The published network of a linear model in eval mode; None where the job has none. What
+    ``build()`` draws it draws under a public seed, as everywhere."""
+    if made.job.model.build is None:
         return None
     from expunge.networks.randomness import seeded
 
-    with seeded(0):
-        network = load_function("model.build", job.model.build, made.folder)()
+    build = load_function("model.build", made.job.model.build, made.folder)
+    with explaining("model.build failed"), seeded(0):
+        network = build()
     return network.eval() if hasattr(network, "eval") else network
 
 
@@ -170,4 +154,4 @@ def find_job(state: Path) -> JobFile[LearnJob]:
             f"{state} was learned by {path}, which is gone, and its network is built there; put it "
             "back, or run expunge learn with the job where it is now"
         )
-    return read_learn_job(path)
+    return read_job(path).of(LearnJob)

@@ -75,47 +75,41 @@ def _read_parquet(file: Path, column: str | None) -> list[str]:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
         raise InputError(f"{file} is Parquet, which needs the package pyarrow") from error
-    _find_column(file, column, parquet.read_schema(file).names)
-    cells: list[object] = parquet.read_table(file, columns=[column]).column(0).to_pylist()
+    name = _check_column(file, column, parquet.read_schema(file).names)
+    cells: list[object] = parquet.read_table(file, columns=[name]).column(0).to_pylist()
     found = ["" if cell is None else str(cell) for cell in cells]
-    for row, cell in enumerate(found, 1):
-        if not cell.strip():
-            raise InputError(
-                f"row {row} of {file} has nothing in {column!r}; it must name somebody"
-            )
-    return found
+    return [_check_cell(f"row {row} of {file}", name, cell) for row, cell in enumerate(found, 1)]
 
 
 def _read_csv(file: Path, column: str | None) -> list[str]:
     found = list[str]()
     with file.open(encoding="utf-8-sig", newline="") as text:
-        first = text.readline()
-        heads = {mark: next(csv.reader([first], delimiter=mark), []) for mark in DELIMITERS}
-        fits = [mark for mark, names in heads.items() if column in names]
-        mark = fits[0] if fits else max(heads, key=lambda mark: len(heads[mark]))
-        columns = heads[mark]
-        if any(end in cell for cell in columns for end in "\r\n"):
-            raise InputError(f"line 1 of {file} has a cell with a line break; is a quote missing?")
-        place = _find_column(file, column, columns)
-        rows, line = csv.reader(text, delimiter=mark), 2
+        first = [text.readline()]
+        heads = {mark: next(csv.reader(first, delimiter=mark), []) for mark in DELIMITERS}
+        mark = max(heads, key=lambda mark: (column in heads[mark], len(heads[mark])))
+        name, last = _check_column(file, column, heads[mark]), 1
+        rows = csv.DictReader(text, heads[mark], delimiter=mark)
         for row in rows:
-            where = f"line {line} of {file}"
-            line = rows.line_num + 2
-            if any(end in cell for cell in row for end in "\r\n"):
+            where, last = f"line {last + 1} of {file}", rows.line_num + 1
+            further = [cell for cell in row.pop(None, []) if cell.strip()]
+            cells = [cell for cell in row.values() if cell is not None]
+            if further:
+                raise InputError(f"{where} has more cells than the {len(heads[mark])} columns")
+            if any(end in cell for cell in cells for end in "\r\n"):
                 raise InputError(f"{where} has a cell with a line break; is a quote missing?")
-            if any(cell.strip() for cell in row[len(columns) :]):
-                raise InputError(f"{where} has {len(row)} cells; it must have {len(columns)}")
-            cell = "".join(row[place : place + 1])
-            if not cell.strip() and any(other.strip() for other in row):
-                raise InputError(f"{where} has nothing in {column!r}; it must name somebody")
-            found.append(cell)
+            if any(cell.strip() for cell in cells):
+                found.append(_check_cell(where, name, row[name] or ""))
     return found
 
 
-def _find_column(file: Path, column: str | None, columns: list[str]) -> int:
-    """Where the column is, which must be there once."""
-    if column is None or column not in columns:
-        raise InputError.of(f"column of {file}", column, f"one of {columns}")
-    if columns.count(column) > 1:
-        raise InputError.of(f"column of {file}", column, f"there once, not twice as in {columns}")
-    return columns.index(column)
+def _check_cell(where: str, column: str, cell: str) -> str:
+    if not cell.strip():
+        raise InputError(f"{where} has nothing in {column!r}; it must name somebody")
+    return cell
+
+
+def _check_column(file: Path, column: str | None, columns: list[str]) -> str:
+    """The column, which must be there once."""
+    if column is None or columns.count(column) != 1:
+        raise InputError.of(f"column of {file}", column, f"one of {columns}, there once")
+    return column

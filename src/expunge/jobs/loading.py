@@ -39,20 +39,16 @@ def importing_from(folder: Path) -> Generator[None]:
     finally:
         sys.path[:], sys.dont_write_bytecode = places, plain
         for name in set(sys.modules) - before:
-            module = sys.modules[name]
-            folders_of = getattr(module, "__path__", ())  # torch.classes makes a class of any name
-            homes = list(folders_of) if isinstance(folders_of, Iterable) else []
-            file = getattr(module, "__file__", None) or next(iter(homes), None)
-            if isinstance(file, str) and _is_own(folders, name, file):
+            if name in _FILES or _is_own(folders, sys.modules[name]):
                 del sys.modules[name]
                 _FILES.discard(name)
 
 
-def _is_own(folders: Iterable[Path], name: str, file: str) -> bool:
+def _is_own(folders: Iterable[Path], module: ModuleType) -> bool:
     """Whether a module is one of the job's: in its folders, and not an installed package."""
-    if name in _FILES:
-        return True
-    if name.partition(".")[0] == "expunge" or "site-packages" in file:
+    homes = getattr(module, "__path__", ())  # torch.classes makes a class of any name
+    file = getattr(module, "__file__", None) or next(iter(homes if type(homes) is list else ()), "")
+    if not isinstance(file, str) or "site-packages" in file or module.__name__ == "expunge":
         return False
     if any(Path(file).is_relative_to(place) for place in _INSTALLED):
         return False
@@ -70,9 +66,11 @@ def load_function(field: str, place: str, folder: Path) -> Callable[..., Any]:
     expunge.errors.InputError: model.build is 'math:gdc'; math has no function gdc
     """
     home, _, name = place.rpartition(":")
+    file = folder / Path(home).expanduser() if home.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise InputError(f"{field} is {place!r}; there is no such file in {folder}")
     with explaining(f"{field} is {place!r}, which cannot be imported"):
-        is_file = home.endswith(".py")
-        module = _import_file(folder / home) if is_file else importlib.import_module(home)
+        module = importlib.import_module(home) if file is None else _import_file(file)
     function = getattr(module, name, None)
     if not callable(function):
         raise InputError(f"{field} is {place!r}; {home} has no function {name}")
@@ -99,9 +97,7 @@ def _import_file(path: Path) -> ModuleType:
         name += "_" + sha256(str(path.resolve()).encode()).hexdigest()[:12]
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path)
-    if found is None or found.loader is None:
-        raise ImportError(f"{path} is no Python file")
+    found: Any = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(found)
     _FILES.add(name)
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +14,12 @@ from expunge.data.data import Data
 from expunge.data.people import read_people
 from expunge.errors import InputError
 from expunge.files import check_free
-from expunge.jobs.jobfile import read_job
+from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.learning import LOG, find_job, make_learner, reporting
 from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.request import load_data
 from expunge.jobs.run import write_release
+from expunge.jobs.tables import LearnJob
 from expunge.manifests import read_kind
 from expunge.states import State
 
@@ -125,40 +127,45 @@ class OpenShards:
     kind: str = "shards"
 
     @property
+    def _state(self) -> State:
+        return State.open(self.path, self.kind)
+
+    @property
     def identity(self) -> str:
         """The same for every copy of this state, and for no other."""
-        return State.open(self.path).identity
+        return self._state.identity
 
     @property
     def generation(self) -> int:
         """Another number, another state."""
-        return State.open(self.path).generation
+        return self._state.generation
 
     def holds(self, people: Iterable[Any]) -> list[str]:
         """Those of them who have examples; neither the job nor the network is asked."""
         from expunge.exact.shards_slices import Slices
 
-        state = State.open(self.path, self.kind)
+        state = self._state
         owners = Slices.read(state).list_owners()
         return [name for name in dict.fromkeys(read_people(people)) if state.name(name) in owners]
 
     def forgot(self, people: Iterable[Any]) -> list[str]:
         """Those of them who were forgotten."""
-        state = State.open(self.path, self.kind)
+        state = self._state
         return [name for name in dict.fromkeys(read_people(people)) if state.is_forgotten(name)]
 
-    def forget(self, people: Iterable[Any], data: Data | None = None) -> Release:
+    def forget(self, people: Iterable[Any]) -> Release:
         """Train again what these people touched, without them."""
-        return self._call("forget", people, reads=True, data=data)
+        with self._opened() as (learner, made):
+            return learner.forget(people, self.data or load_data(made))
 
     def release(self) -> Release:
         """The ensemble as it is, with its certificate."""
-        return self._call("release")
+        with self._opened() as (learner, _):
+            return learner.release()
 
-    def _call(self, name: str, *given: Any, reads: bool = False, data: Data | None = None) -> Any:
+    @contextmanager
+    def _opened(self) -> Generator[tuple[Any, JobFile[LearnJob]]]:
         made = find_job(self.path)
-        with importing_from(made.folder):
-            learner = make_learner(made, self.path)
-            rows = (data or self.data or load_data(made),) if reads else ()
-            with explaining("the request failed in the model, its data or its training"):
-                return getattr(learner, name)(*given, *rows)
+        failed = "the request failed in the model, its data or its training"
+        with importing_from(made.folder), explaining(failed):
+            yield make_learner(made, self.path), made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import expunge
 from expunge.certificates.certificate import Certificate
@@ -17,9 +18,6 @@ from expunge.jobs.loading import explaining, importing_from, load_function
 from expunge.jobs.request import load_data, load_training
 from expunge.jobs.tables import NOISY, LearnJob, ShardsJob, UnlearnJob
 from expunge.manifests import read_kind
-from expunge.recipes import method_name
-
-Found = tuple[tuple[str, ...], tuple[str, ...]]  # differences, and what could make bits differ
 
 
 def replay_job(folder: str | Path, path: str | Path) -> list[str]:
@@ -32,38 +30,32 @@ def replay_job(folder: str | Path, path: str | Path) -> list[str]:
     if not (place / "certificate.json").is_file():
         raise InputError.of("DIR", str(folder), "the folder of a release")
     certificate, made = Certificate.load(place / "certificate.json"), read_job(path)
-    name = method_name(certificate.recipe)
+    name, asked = certificate.method, made.job.method.name
     if name in NOISY:
         raise InputError(
             f"{folder} is of {name}, whose noise nobody can draw again; verify it, or audit it"
         )
-    asked = "retraining" if isinstance(made.job, UnlearnJob) else made.job.method.name
     if asked != name:
         raise InputError(f"{folder} is of {name}, and {path} of {asked}; name the job that made it")
     failed = "the replay failed in the model, its data or its training"
     with importing_from(made.folder), explaining(failed):
-        data = load_data(made)
+        data, notes = load_data(made), ()
         if isinstance(made.job, UnlearnJob):
-            differences, causes = _replay_training(JobFile(made.path, made.job), place, data)
+            build = load_function("model.build", made.job.model.build, made.folder)
+            train: Any = load_training(made, made.job.training)[1]
+            found = expunge.replay(place, build, data, train=train, device=made.job.model.device)
+            differences, causes, notes = found.differences, found.causes, found.notes
         else:
-            differences = _replay_learned(JobFile(made.path, made.job), place, data)
+            differences = _replay_learned(made.of(LearnJob), place, data)
             causes = _list_causes(certificate)
     if differences:
         said = "".join(f"\n  it may be: {cause}" for cause in causes)
         raise VerificationError(f"{folder} does not come out again: {'; '.join(differences)}{said}")
     shown = f"{certificate.retained.samples:,} examples of {certificate.retained.count:,} people"
-    return [f"{name} on {shown}, in a fresh process"]
+    return [f"{name} on {shown}, in a fresh process", *notes]
 
 
-def _replay_training(made: JobFile[UnlearnJob], place: Path, data: Data) -> Found:
-    job = made.job
-    build = load_function("model.build", job.model.build, made.folder)
-    train = load_training(made, job.training)[1]
-    found = expunge.replay(place, build, data, train=train, device=job.model.device)  # pyright: ignore[reportArgumentType]
-    return found.differences, found.causes
-
-
-def _replay_learned(made: JobFile[LearnJob], place: Path, data: Data) -> tuple[str, ...]:
+def _replay_learned(made: JobFile[LearnJob], place: Path, data: Data) -> list[str]:
     """What differs in a model built to forget. Who left is in the record beside the release; where
     that was not handed over, in the state."""
     record, state = place / "record.json", made.locate(made.job.state.dir)
@@ -74,19 +66,19 @@ def _replay_learned(made: JobFile[LearnJob], place: Path, data: Data) -> tuple[s
         gone = [n for c in (*kept.earlier, kept.forget) for n in find_members(c, data.people)]
     elif read_kind(state) is not None:
         gone = list(make_learner(made, state).forgot(data.people))
-    retained, job = data.drop(gone), made.job
-    if isinstance(job, ShardsJob):
-        return tuple(make_learner(made, None).replay(retained, place))
+    retained = data.drop(gone)
+    if isinstance(made.job, ShardsJob):
+        return make_learner(made, None).replay(retained, place)
     from expunge.linear_model import replay
 
-    return tuple(replay(place, split_examples(retained), load_network(made, job)))
+    return replay(place, split_examples(retained), load_network(made))
 
 
-def _list_causes(certificate: Certificate) -> tuple[str, ...]:
+def _list_causes(certificate: Certificate) -> list[str]:
     then = certificate.environment.versions
     causes = [
         f"{name} was {then.get(name)}, here it is {found}"
         for name, found in list_versions().items()
         if then.get(name) != found
     ]
-    return (*causes, "another processor, or code that draws on what no seed decides")
+    return [*causes, "another processor, or code that draws on what no seed decides"]

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import expunge
+from expunge.certificates.hashes import hash_tensors
+from expunge.certificates.release import check_releases
 from expunge.data.data import Data
 from expunge.data.people import read_people
 from expunge.errors import ExpungeError, InputError
@@ -31,7 +33,6 @@ class Request:
     build: Function
     data: Data
     people: tuple[str, ...]
-    train: Function | None
     loss: dict[str, Any]
     old: Path | None
     options: dict[str, Any]
@@ -47,10 +48,10 @@ def collecting(problems: list[str]) -> Generator[None]:
         problems.append(str(error))
 
 
-def refuse_all(path: Path, problems: Iterable[str]) -> None:
+def refuse_all(path: Path, problems: list[str]) -> None:
     """Refuse a job for all of its problems at once, if there are any."""
-    if found := list(problems):
-        raise join_mistakes(path, "", [((), problem) for problem in found])
+    if problems:
+        raise join_mistakes(path, problems)
 
 
 def load_request(
@@ -61,22 +62,24 @@ def load_request(
     """Everything that the job names; ``forget`` takes the place of its list, and problems found
     ``before`` are named with those that are found here. Call inside
     :func:`expunge.jobs.loading.importing_from`."""
-    job, problems, found = made.job, list[str](), dict[str, Any]()
+    job, problems, found, train = made.job, list[str](), dict[str, Any](), None
     with collecting(problems):
         given = read_request_list(made) if forget is None else read_people(forget, "forget")
         found["people"] = tuple(given)
     with collecting(problems):
         found["build"] = load_function("model.build", job.model.build, made.folder)
     with collecting(problems):
-        found["loss"], found["train"] = load_training(made, job.training)
+        found["loss"], train = load_training(made, job.training)
     with collecting(problems):
         found["data"] = load_data(made)
     if problems:
         refuse_all(made.path, [*before, *problems])
     options = {
+        "forget": found["people"],
+        "train": train,
         "seed": 0 if job.training is None else job.training.seed,
-        "parent": None if job.method.parent is None else made.locate(job.method.parent),
-        "published": None if job.model.published is None else made.locate(job.model.published),
+        "parent": made.find(job.method.parent),
+        "published": made.find(job.model.published),
         "key": job.model.key,
         "unchanged": job.model.unchanged,
     }
@@ -85,8 +88,20 @@ def load_request(
         from torch.nn.functional import cross_entropy
 
         batches = {"loss": cross_entropy, "batch_size": job.method.batch_size} | batches
-    old = None if job.model.old is None else made.locate(job.model.old)
-    return Request(**found, old=old, options=options, batches=batches)
+    return Request(**found, old=made.find(job.model.old), options=options, batches=batches)
+
+
+def check_second(made: JobFile[UnlearnJob], request: Request, target: Path) -> None:
+    """A second noisy run of one old model is refused before it runs, not where it is written."""
+    method, model = made.job.method, made.job.model
+    if not isinstance(method, NoisyTable) or request.old is None or method.parent is not None:
+        return
+    from expunge.networks.building import call_build
+    from expunge.networks.checkpoints import read_old
+
+    module = call_build(request.build)
+    found = read_old(request.old, module, key=model.key, strict=model.strict)
+    check_releases(target, hash_tensors(found), method.releases)
 
 
 def read_request_list(made: JobFile[UnlearnJob]) -> list[str]:

@@ -8,32 +8,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import expunge
-from expunge.data.data import Data
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import importing_from, load_function
 from expunge.jobs.request import load_data, read_request_list
-from expunge.jobs.tables import NOISY, LearnJob, NoisyTable, ShardsJob, UnlearnJob
-
-if TYPE_CHECKING:
-    from torch import nn
+from expunge.jobs.tables import NOISY, NoisyTable, ShardsJob, UnlearnJob
 
 EPSILON, DELTA = 1.0, 1e-5  # of the noise, where the job asks for none
 SHARDS, SLICES = 8, 4
-EXACT = "exact, epsilon = 0"
 
 
 @dataclass(frozen=True)
 class Route:
-    """One way to forget: what it promises, keeps of the old model, costs and asks for."""
+    """One way to forget: what it keeps of the old model, costs, asks for and promises."""
 
     name: str
-    guarantee: str
     keeps: str
     costs: str
     asks: str
+    guarantee: str = "exact, epsilon = 0"
 
 
 @dataclass(frozen=True)
@@ -49,14 +43,12 @@ class Routes:
 
 LINEAR = Route(
     "linear-model",
-    EXACT,
     "all that the others' data say",
     "no training: one solve, whatever the number of people",
     "vectors, or features of a published network; learned this way (expunge init DIR --head)",
 )
 RETRAINING = Route(
     "retraining",
-    EXACT,
     "nothing; what build() loads from published files is as good as it was",
     "1 training on the retained data, whatever the request",
     "your train function, or options of expunge.Training",
@@ -67,9 +59,25 @@ def find_routes(path: str | Path) -> Routes:
     """The routes of the job in a file."""
     made = read_job(path)
     with importing_from(made.folder):
+        data = load_data(made)
+        found = f"{len(data):,} examples of {len(data.people):,} people"
+        setting = f"{made.path}: {'a stream' if data.stream else found}"
         if isinstance(made.job, UnlearnJob):
-            return _plan_unlearn(JobFile(made.path, made.job))
-        return _plan_learned(JobFile(made.path, made.job))
+            return _plan_unlearn(made.of(UnlearnJob), setting)
+    job, own = made.job, LINEAR
+    notes = ["Learning all of it is one pass over the data, once; no old model is needed."]
+    if isinstance(job, ShardsJob):
+        given = job.method.options
+        sizes = given.get("shards", SHARDS), given.get("slices", SLICES)
+        own = _describe_shards(*sizes, 1)
+        many = [k for k in (1, 10, 100) if k <= max(1, len(data.people))]
+        parts = ", ".join(f"{k:,}: {expect_work(*sizes, k):.2f}" for k in many)
+        notes = [
+            "Learning all of it costs 1 training, once; no old model is needed.",
+            f"Trainings that a request of so many people costs on average: {parts}.",
+        ]
+    then = f"expunge learn {made.path} && expunge forget {job.state.dir} LIST --out release-2"
+    return Routes(setting, own.name, (own,), tuple(notes), then)
 
 
 def expect_work(shards: int, slices: int, people: int) -> float:
@@ -88,21 +96,30 @@ def expect_work(shards: int, slices: int, people: int) -> float:
     return sum((chance[j] - chance[j + 1]) * cost[j] for j in range(slices))
 
 
-def _plan_unlearn(made: JobFile[UnlearnJob]) -> Routes:
+def _plan_unlearn(made: JobFile[UnlearnJob], setting: str) -> Routes:
     from expunge.networks.building import call_build
     from expunge.networks.tensors import list_published, list_trainable
+    from expunge.noisy.choice import choose_scale
 
-    job = made.job
-    module = call_build(load_function("model.build", job.model.build, made.folder))
-    size, frozen = (
-        sum(tensor.numel() for tensor in listed.values())
-        for listed in (list_trainable(module), list_published(module))
+    module = call_build(load_function("model.build", made.job.model.build, made.folder))
+    start, people = list_trainable(module), len(read_request_list(made))
+    size = sum(tensor.numel() for tensor in start.values())
+    frozen = sum(tensor.numel() for tensor in list_published(module).values())
+    method = made.job.method if isinstance(made.job.method, NoisyTable) else None
+    epsilon = (method and method.epsilon) or EPSILON
+    delta = DELTA if method is None else method.delta
+    plan = expunge.plan(epsilon=epsilon, delta=delta, parameters=size, scale=choose_scale(start))
+    asked = (method.name,) if method is not None else NOISY
+    bound = max(c.survival_bound for c in plan.candidates if c.method in asked)
+    noise = Route(
+        "noise",
+        f"at most {100 * bound:.1f} % of runs can differ in any way from runs that never saw the "
+        "old model",
+        "a few noisy steps, and then as much training as you give it",
+        "the old weights, and nothing else: any model",
+        f"epsilon = {epsilon:g}, delta = {delta:g}",
     )
-    data, people = load_data(made), read_request_list(made)
-    noise, advice = _describe_noise(job, module)
-    taken = "noise" if isinstance(job.method, NoisyTable) else job.method.name
-    routes = [LINEAR, RETRAINING, _describe_shards(SHARDS, SLICES, len(people)), noise]
-    notes = [advice]
+    notes = [plan.advice]
     if frozen > size:
         notes.insert(
             0,
@@ -110,72 +127,20 @@ def _plan_unlearn(made: JobFile[UnlearnJob]) -> Routes:
             "published, a linear model on its features forgets without any training",
         )
     return Routes(
-        f"{made.path}: {size:,} trainable numbers; {_describe_data(data)}; {len(people):,} people "
-        "leave",
-        taken,
-        tuple(routes),
+        f"{setting}; {size:,} trainable numbers; {people:,} people leave",
+        "retraining" if method is None else noise.name,
+        (LINEAR, RETRAINING, _describe_shards(SHARDS, SLICES, people), noise),
         tuple(notes),
         f"expunge check {made.path} && expunge unlearn {made.path}",
     )
-
-
-def _plan_learned(made: JobFile[LearnJob]) -> Routes:
-    job, data, own = made.job, load_data(made), LINEAR
-    notes = ["Learning all of it is one pass over the data, once; no old model is needed."]
-    if isinstance(job, ShardsJob):
-        notes = ["Learning all of it costs 1 training, once; no old model is needed."]
-        given = job.method.options
-        sizes = given.get("shards", SHARDS), given.get("slices", SLICES)
-        own = _describe_shards(*sizes, 1)
-        many = [k for k in (1, 10, 100) if k <= max(1, len(data.people))]
-        parts = ", ".join(f"{k:,}: {expect_work(*sizes, k):.2f}" for k in many)
-        notes.append(f"Trainings that a request of so many people costs on average: {parts}.")
-    then = f"expunge forget {job.state.dir} LIST --out release-2"
-    return Routes(
-        f"{made.path}: {_describe_data(data)}",
-        own.name,
-        (own,),
-        tuple(notes),
-        f"expunge learn {made.path} && {then}",
-    )
-
-
-def _describe_data(data: Data) -> str:
-    return "a stream" if data.stream else f"{len(data):,} examples of {len(data.people):,} people"
 
 
 def _describe_shards(shards: int, slices: int, people: int) -> Route:
     who = "1 person" if people == 1 else f"{people:,} people"
     return Route(
         "shards",
-        EXACT,
         f"every one of {shards} networks that the request does not touch",
         f"{expect_work(shards, slices, people):.2f} trainings on average for {who}, with {shards} "
         f"shards of {slices} slices",
         "training this way from the beginning; an ensemble answers (expunge init DIR --shards)",
     )
-
-
-def _describe_noise(job: UnlearnJob, module: nn.Module) -> tuple[Route, str]:
-    """The paper's methods at the job's target, and how little they can keep."""
-    from expunge.networks.tensors import list_trainable
-    from expunge.noisy.choice import choose_scale
-
-    method = job.method if isinstance(job.method, NoisyTable) else None
-    epsilon = EPSILON if method is None or method.epsilon is None else method.epsilon
-    delta = DELTA if method is None else method.delta
-    start = list_trainable(module)
-    size = sum(tensor.numel() for tensor in start.values())
-    found = expunge.plan(epsilon=epsilon, delta=delta, parameters=size, scale=choose_scale(start))
-    asked = [c for c in found.candidates if c.method in NOISY]
-    own = [c for c in asked if method is not None and c.method == method.name] or asked
-    bound = max(c.survival_bound for c in own)
-    route = Route(
-        "noise",
-        f"epsilon = {epsilon:g}, delta = {delta:g}",
-        f"at most {100 * bound:.1f} % of runs can differ in any way from runs that never saw the "
-        "old model",
-        "a few noisy steps, and then as much training as you give it",
-        "the old weights, and nothing else: any model",
-    )
-    return route, found.advice

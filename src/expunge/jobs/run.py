@@ -11,21 +11,18 @@ import json
 import logging
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import expunge
 from expunge.errors import InputError, RunError
 from expunge.files import check_free, write_atomic
-from expunge.jobs.jobfile import JobFile, read_unlearn_job
+from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.options import settle_recipe
-from expunge.jobs.request import Request, load_request
+from expunge.jobs.request import Request, check_second, load_request
 from expunge.jobs.tables import Job, NoisyTable, UnlearnJob
 
 if TYPE_CHECKING:
@@ -33,18 +30,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger("expunge")
 MOST_MEASURED = 5_000  # examples of each set, evenly spaced: a measurement is not a training
-
-
-class Stopped(KeyboardInterrupt):
-    """A signal ended the run; ``exit_code`` is 128 + its number, as shells count.
-
-    >>> Stopped(signal.SIGTERM).exit_code
-    143
-    """
-
-    def __init__(self, number: int, again: str = "") -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}{again}")
-        self.exit_code = 128 + number
 
 
 def run_job(
@@ -69,18 +54,20 @@ def run_job(
     """
     from expunge.noisy.processes import joined
 
-    made = read_unlearn_job(path)
+    made = read_job(path).of(UnlearnJob)
     if parent is not None:
         method = made.job.method.model_copy(update={"parent": str(Path(parent).absolute())})
         made = JobFile(made.path, made.job.model_copy(update={"method": method}))
     target = find_target(made, out)
     work = target.absolute().with_name(f".{target.name}.unfinished")
     resume = resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    with catching_signals(path, out), importing_from(made.folder), joined() as processes:
+    with importing_from(made.folder), joined() as processes:
         with processes.together():
             if processes.leads:
                 check_free(target)
             request = load_request(made, forget)
+            if processes.leads:
+                check_second(made, request, target)
         with processes.together():
             if processes.leads:
                 _open_workspace(work, resume)
@@ -107,33 +94,25 @@ def _make_release(
     """The release of the job's method; its own code may fail in the model, the data or train."""
     model, method, data = made.job.model, made.job.method, request.data
     leaving = 0 if data.stream else data.count(request.people)
-    facts = f"{len(data) - leaving:,} examples stay, {leaving:,} of {len(request.people):,} people"
-    LOG.info("%s: %s", method.name, "a stream" if data.stream else f"{facts} leave")
-    options: dict[str, Any] = request.options | {
-        "forget": request.people,
-        "train": request.train,
-        "resume": work,
-        "device": model.device,
-    }
+    facts = (
+        f"{len(data) - leaving:,} examples stay, {leaving:,} examples of {len(request.people):,}"
+    )
+    LOG.info("%s: %s", method.name, "a stream" if data.stream else f"{facts} people leave")
+    options: dict[str, Any] = request.options | {"resume": work, "device": model.device}
     with explaining("the run failed in the model, its data or its training"):
         if not isinstance(method, NoisyTable):
             return expunge.retrain(request.build, data, old=request.old, **options)
-        if method.noise_seed is not None:
-            options["noise"] = expunge.SeededNoise(method.noise_seed)
-        if method.options:
-            options["recipe"] = lambda count: settle_recipe(method, count)  # pyright: ignore
+        asked = {"epsilon", "delta", "compared_to", "centre", "releases"}
         return expunge.unlearn(
             request.old,
             request.build,
             data,
             method=method.name,
-            epsilon=method.epsilon,
-            delta=method.delta,
-            compared_to=method.compared_to,
-            centre=method.centre,
-            releases=method.releases,
+            recipe=method.recipe,
+            noise=None if method.noise_seed is None else expunge.SeededNoise(method.noise_seed),
             strict=model.strict,
             progress=progress,
+            **method.model_dump(include=asked),
             **request.batches,
             **options,
         )
@@ -143,33 +122,25 @@ def _measure(
     made: JobFile[UnlearnJob], request: Request, release: Release, seconds: float
 ) -> dict[str, Any]:
     """How well the old model and the released one do; it says more than a release may: private."""
-    stages = list[dict[str, Any]]()
+    stages, models = list[dict[str, Any]](), {"after training": lambda: release.model}
     if request.old is not None:
-        with _leaving_out("the old model"):
-            old = _load_old(request, request.old, made.job.model.key)
-            stages.append({"stage": "before"} | _score(request, old))
-    with _leaving_out("the release"):
-        stages.append({"stage": "after training"} | _score(request, release.model))
+        models = {"before": lambda: _load_old(request)} | models
+    for stage, load in models.items():
+        try:
+            stages.append({"stage": stage} | _score(request, load()))
+        except Exception as error:  # a loss that measures nothing here loses no release
+            LOG.info("the model %s was not measured: %s", stage, str(error).split("\n")[0])
     return {"task": made.job.data.load, "stages": stages, "cost": {"seconds": round(seconds, 3)}}
 
 
-def _load_old(request: Request, file: Path, key: str | None) -> Any:
+def _load_old(request: Request) -> Any:
     """The old model, running statistics included, for a measurement and nothing else."""
     from expunge.networks.building import call_build
     from expunge.networks.checkpoints import read_state
 
-    module = call_build(request.build)
+    module, file, key = call_build(request.build), cast(Path, request.old), request.options["key"]
     module.load_state_dict(read_state(file, module, key), strict=False)
     return module
-
-
-@contextmanager
-def _leaving_out(what: str) -> Generator[None]:
-    """A loss that measures nothing here is no reason to lose a release."""
-    try:
-        yield
-    except Exception as error:
-        LOG.info("%s was not measured: %s", what, str(error).split("\n")[0])
 
 
 def _score(request: Request, model: Any) -> dict[str, Any]:
@@ -235,22 +206,3 @@ def _keeping(work: Path) -> Generator[None]:
         if work.is_dir() and {path.name for path in work.iterdir()} <= {"run.json"}:
             shutil.rmtree(work, ignore_errors=True)
         raise
-
-
-@contextmanager
-def catching_signals(path: str | Path, out: str | Path | None) -> Generator[None]:
-    """SIGINT and SIGTERM end the run as one exception that says how to go on."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    where = "" if out is None else f" --out {out}"
-
-    def stop(number: int, frame: object) -> None:
-        raise Stopped(number, f"; go on with: expunge unlearn {path}{where} --resume")
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
