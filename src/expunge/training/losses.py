@@ -67,8 +67,9 @@ def _compute(model: nn.Module, batch: Any, loss: Loss | None) -> object:
             return loss(_forward(model, inputs or [target]), target)
         case Mapping():
             output = model(**batch)
-            own = loss is None or loss is cross_entropy  # a default, which takes no mapping
-            return _find_own(output) if own else loss(output, batch)
+            if loss is None or loss is cross_entropy:  # a default, which takes no mapping
+                return _find_own(output)
+            return loss(output, batch)
         case _ if loss is None:
             raise InputError(
                 "loss is None; it must be a function unless batches are mappings and the model "
