@@ -28,14 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from expunge import (
-    GradientClipping,
-    ModelClipping,
-    OutputPerturbation,
-    calibrate,
-    guarantee,
-    plan,
-)
+from expunge import GradientClipping, ModelClipping, OutputPerturbation, calibrate, guarantee, plan
 
 PRINTED = Path(__file__).parent.parent / "tests" / "data"
 DELTA = 1e-5

@@ -16,43 +16,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from download import VARIABLE, check_digest, data_folder
-from expunge import InputError
+from download import check_digest, find
 from features import find_minilm
 from samples import VALIDATION_SEED, Samples, order_names, take_names
 
 FILE = "debian-descriptions.tsv.xz"
-DIGEST = "sha256:82aa9a7546816df8752db2d1d2e7f77a95e437677b97a2ae1dabd7a730f18ca5"
-BESIDE = Path(__file__).parents[2] / "shared" / "data"
+DIGEST = "82aa9a7546816df8752db2d1d2e7f77a95e437677b97a2ae1dabd7a730f18ca5"
 TOKENS = 64
 VALIDATION, TEST = 0.05, 0.15
 
 
-def load(root: str | Path | None = None) -> tuple[Samples, Samples, Samples]:
+def load() -> tuple[Samples, Samples, Samples]:
     """(train, validation, test)."""
-    sources, sections, texts = zip(*read_lines(find_file(root)), strict=True)
+    from transformers import AutoTokenizer
+
+    sources, sections, texts = zip(*read_lines(find_file()), strict=True)
     places = {name: k for k, name in enumerate(sorted(set(sections)))}
     targets = torch.tensor([places[section] for section in sections])
-    samples = Samples(tokenise(list(texts)), targets, np.array(sources, dtype=np.str_))
+    tokenizer: Any = AutoTokenizer.from_pretrained(find_minilm(), local_files_only=True)
+    found = tokenizer(list(texts), padding="max_length", truncation=True, max_length=TOKENS)
+    tokens = torch.tensor(found["input_ids"], dtype=torch.int32)
+    samples = Samples(tokens, targets, np.array(sources, dtype=np.str_))
     order = order_names(samples.ids, VALIDATION_SEED)
     ends = [round(len(order) * share) for share in (VALIDATION, VALIDATION + TEST)]
     held, tested, trained = (take_names(samples, names) for names in np.split(order, ends))
     return trained, held, tested
 
 
-def find_file(root: str | Path | None = None) -> Path:
-    """In the folder of the data, or in the one beside the repository.
-
-    >>> find_file("/nowhere")
-    Traceback (most recent call last):
-    ...
-    expunge.errors.InputError: /nowhere has no debian-descriptions.tsv.xz; ...
-    """
-    folders = [data_folder(root)] + ([BESIDE] if root is None else [])
-    for folder in folders:
-        if (folder / FILE).is_file():
-            return folder / FILE
-    raise InputError(f"{folders[0]} has no {FILE}; name the folder that has it with {VARIABLE}")
+def find_file() -> Path:
+    """In the folder beside the repository, or in that of the data."""
+    beside = Path(__file__).parents[2] / "shared" / "data" / FILE
+    return beside if beside.is_file() else find(FILE, "the package index of Debian 12")
 
 
 def read_lines(path: Path) -> list[tuple[str, str, str]]:
@@ -62,12 +56,3 @@ def read_lines(path: Path) -> list[tuple[str, str, str]]:
     with io.TextIOWrapper(lzma.LZMAFile(io.BytesIO(data)), encoding="utf-8") as file:
         _, *lines = (line.rstrip("\n").split("\t") for line in file)
     return list(dict.fromkeys((source, section, text) for _, source, section, text in lines))
-
-
-def tokenise(texts: list[str]) -> torch.Tensor:
-    """[n, 64] token numbers, 0 after the end; longer texts are cut."""
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(find_minilm(), local_files_only=True)
-    found = tokenizer(texts, padding="max_length", truncation=True, max_length=TOKENS)
-    return torch.tensor(found["input_ids"], dtype=torch.int32)

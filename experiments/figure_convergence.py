@@ -12,6 +12,7 @@ epoch. Finished runs are in results/runs/convergence_*.jsonl.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from dataclasses import asdict
@@ -59,19 +60,16 @@ def run_one(problem: Problem, arm: Arm, seed: int, epochs: float, folder: Path) 
             model.parameters(), setting.tuned_rate, weight_decay=setting.weight_decay
         )
         generator, due = torch.Generator().manual_seed(seed), steps / length + EIGHTH
+        orders = (torch.randperm(len(examples[1]), generator=generator) for _ in itertools.count())
+        places = (rows for order in orders for rows in order.split(batch))
         measure(model, steps)
-        places = iter(())
-        while steps / length < epochs - 1e-9:
-            rows = next(places, None)
-            if rows is None:
-                places = iter(torch.randperm(len(examples[1]), generator=generator).split(batch))
-                continue
+        for step in range(steps + 1, math.ceil(epochs * length - 1e-9) + 1):
+            rows = next(places)
             optimizer.zero_grad()
             cross_entropy(model(examples[0][rows]), examples[1][rows]).backward()
             optimizer.step()
-            steps += 1
-            if steps / length >= due - 1e-9:
-                measure(model, steps)
+            if step / length >= due - 1e-9:
+                measure(model, step)
                 due += EIGHTH
 
     shared: dict[str, Any] = {"forget": problem.people.tolist(), "train": train, "seed": seed}
@@ -98,7 +96,7 @@ def run(task: str, options: Options) -> None:
     epochs, seeds = DEFAULT[task]
     epochs = options.budgets[0] if options.budgets else epochs
     store = Store(options.out, f"convergence_{task}")
-    problem = load_problem(task, options.root)
+    problem = load_problem(task)
     wanted = [(arm, s) for s in range(options.seeds or seeds) for arm in ARMS]
     for n, (arm, seed) in enumerate(wanted):
         if f"{arm.name} | seed {seed} | {epochs:g} epochs" not in store.read():

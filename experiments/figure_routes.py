@@ -141,7 +141,7 @@ def run_cases(task: str, options: Options, store: Store, cases: list[Case]) -> N
     left = [case for case in cases if case.key not in done and (case.rate or not case.route.tuned)]
     for seed, group in groupby(left, lambda case: case.seed):
         began = time.monotonic()
-        for case, found in answer(load_ground(task, options.root, options.out), list(group)):
+        for case, found in answer(load_ground(task, options.out), list(group)):
             entry = {"key": case.key, "task": task, "route": case.route.name, "size": case.size}
             entry |= {"seed": seed, "rate": case.rate, "commit": find_commit()}
             store.add(entry | found)
@@ -150,10 +150,10 @@ def run_cases(task: str, options: Options, store: Store, cases: list[Case]) -> N
 
 
 @functools.cache
-def load_ground(task: str, root: Path | None, out: Path) -> Ground:
+def load_ground(task: str, out: Path) -> Ground:
     """The problems of a task."""
     about = TASKS[task]
-    network, linear = (load_problem(name, root) for name in (about.network, about.linear))
+    network, linear = (load_problem(name) for name in (about.network, about.linear))
     lift = LIFT if task != "digits" else 64
     return Ground(network, linear, about.epochs, lift, about.C, out / "models")
 

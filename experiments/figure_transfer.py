@@ -46,7 +46,7 @@ def run(task: str, options: Options) -> None:
     """Whatever is missing."""
     budgets = options.budgets or ((1,) if options.smoke else FULL if options.full else REDUCED)
     epochs = 1 if options.smoke else 100 if options.full else 5
-    problem = load_problem(task, options.root)
+    problem = load_problem(task)
     private = functools.partial(train_privately, problem, epochs, options.out)
     run_arms(task, options, ARMS, budgets, private)
 

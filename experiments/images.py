@@ -81,11 +81,10 @@ CIFAR = {
 }  # fmt: skip
 
 
-def load_mnist(root: str | Path | None = None) -> Images:
-    """All 60,000 and 10,000 images, from ``root/mnist/*-ubyte.gz``."""
+def load_mnist() -> Images:
+    """All 60,000 and 10,000 images, from ``mnist/*-ubyte.gz``."""
     arrays = [
-        read_idx(find(f"mnist/{name}.gz", MNIST_PLACE, root), f"sha256:{digest}")
-        for name, digest in MNIST.items()
+        read_idx(find(f"mnist/{name}.gz", MNIST_PLACE), digest) for name, digest in MNIST.items()
     ]
     parts = [
         _collect(f"mnist/{part}/", images[:, None], labels)
@@ -94,16 +93,14 @@ def load_mnist(root: str | Path | None = None) -> Images:
     return Images(*parts, 10, (0.1307,), (0.3081,))
 
 
-def load_cifar(name: str = "cifar10", root: str | Path | None = None) -> Images:
+def load_cifar(name: str) -> Images:
     """``cifar10`` or ``cifar100`` (fine labels): all 50,000 and 10,000 images."""
     source = CIFAR[name]
+    place = CIFAR_PLACE + source.archive
     batches = [
-        read_cifar(
-            find(f"{source.folder}/{file}.bin", CIFAR_PLACE + source.archive, root),
-            source.label_bytes, f"sha256:{digest}",
-        )
+        read_cifar(find(f"{source.folder}/{file}.bin", place), source.label_bytes, digest)
         for file, digest in source.files.items()
-    ]  # fmt: skip
+    ]
     images, labels = (np.concatenate(part) for part in zip(*batches[:-1], strict=True))
     train = _collect(f"{name}/train/", images, labels)
     test = _collect(f"{name}/test/", *batches[-1])

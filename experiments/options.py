@@ -24,7 +24,6 @@ class Options:
     plot: bool
     smoke: bool
     arms: tuple[str, ...]
-    root: Path | None
     out: Path
 
     def wants(self, key: str) -> bool:
@@ -35,21 +34,17 @@ class Options:
 def drive(
     about: str | None,
     tasks: tuple[str, ...],
-    run: Callable[[str, Options], None],
+    run: Callable[[str, Options], None] | None,
     show: Callable[[str, Options], None],
     arguments: list[str] | None = None,
 ) -> None:
     """Run what is missing, then show what there is."""
     options = read_options(about, tasks, arguments)
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        for task in options.tasks:
-            if not options.plot:
-                run(task, options)
-            show(task, options)
-    finally:
-        torch.set_num_threads(threads)
+    for task in options.tasks:
+        if run is not None and not options.plot:
+            run(task, options)
+        show(task, options)
 
 
 def read_options(
@@ -64,23 +59,13 @@ def read_options(
     parser.add_argument("--plot", action="store_true", help="run nothing, draw what is there")
     parser.add_argument("--smoke", action="store_true", help="scikit-learn's digits, tiny")
     parser.add_argument("--arms", nargs="+", default=[], help="only runs with this in their name")
-    parser.add_argument("--root", type=Path, help="folder of the data; default EXPUNGE_DATA")
-    add_out(parser)
-    given = parser.parse_args(arguments)
-    chosen = ("digits",) if given.smoke else tasks if given.task == "all" else (given.task,)
-    flags = {name: getattr(given, name) for name in ("seeds", "full", "plot", "smoke", "root")}
-    lists = {"tasks": chosen, "budgets": tuple(given.budgets), "arms": tuple(given.arms)}
-    return Options(**flags, **lists, out=choose_out(given))
-
-
-def add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="default: results, of smoke runs runs/smoke")
-
-
-def choose_out(given: argparse.Namespace) -> Path:
-    """Where results go: a smoke run never touches those that are committed."""
+    given = parser.parse_args(arguments)
     out = given.out or (SMOKE if given.smoke else RESULTS)
     if given.smoke and out.resolve() == RESULTS.resolve():
         raise SystemExit(f"--out is {out}, where the real results are; a smoke run needs another")
     out.mkdir(parents=True, exist_ok=True)
-    return out
+    chosen = ("digits",) if given.smoke else tasks if given.task == "all" else (given.task,)
+    flags = {name: getattr(given, name) for name in ("seeds", "full", "plot", "smoke")}
+    lists = {"tasks": chosen, "budgets": tuple(given.budgets), "arms": tuple(given.arms)}
+    return Options(**flags, **lists, out=out)

@@ -29,6 +29,7 @@ from samples import Ids, Samples, order_names, split_validation, take_names
 MODELS = Path(__file__).parent / "results" / "models"
 FEATURE_SIZE = 96
 FORGET_FRACTION = 0.1
+CIFAR = ("cifar10", "cifar100")
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,7 @@ SETTINGS = {
     "cifar10": Setting(100, 0.1, models=1),
     "cifar100": Setting(5, 0.1),
     "crossed_cifar10": Setting(100, 0.1),
-    "transfer_cifar10": Setting(100, 0.1),
-    "transfer_cifar100": Setting(100, 0.1),
-    "features_cifar10": Setting(100, 0.1),
-    "features_cifar100": Setting(100, 0.1),
+    **{f"{kind}_{data}": Setting(100, 0.1) for kind in ("transfer", "features") for data in CIFAR},
     "debian": Setting(30, 0.1),
     "digits": Setting(3, 0.1, 2, 2),
 }
@@ -106,33 +104,29 @@ class Problem:
         """How many examples stay."""
         return len(self.train) - len(self.forgotten)
 
-    @property
-    def classes(self) -> int:
-        return int(max(part.targets.max() for part in (self.train, self.test))) + 1
-
 
 @functools.cache
-def load_problem(name: str, root: Path | None = None) -> Problem:
+def load_problem(name: str) -> Problem:
     """A problem by its name; "digits" is the small one that the smoke runs use."""
     kind, _, data = name.partition("_")
     match name:
         case "mnist":
-            return _make(name, images.load_mnist(root), _dense(784, 5, 10))
+            return _make(name, images.load_mnist(), _dense(784, 5, 10))
         case "cifar10" | "cifar100":
-            found = images.load_cifar(name, root)
+            found = images.load_cifar(name)
             return _make(name, found, functools.partial(cifar_net, found.classes))
         case "digits":
             return _make(name, images.load_digits(), _dense(64, 16, 10), held=50)
         case "crossed_cifar10":
-            return _cross(load_problem("cifar100", root), load_problem("cifar10", root))
+            return _cross(load_problem("cifar100"), load_problem("cifar10"))
         case "debian":
             extract = functools.partial(
                 features.extract, name="minilm", load=features.load_minilm, batch_size=8_192
             )
-            parts = [_rescale(extract(part)) for part in debian.load(root)]
+            parts = [_rescale(extract(part)) for part in debian.load()]
             return Problem(name, *parts, _dense(384, 32, 32, int(parts[0].targets.max()) + 1))
         case _:
-            task = images.load_cifar(data, root)
+            task = images.load_cifar(data)
             load = functools.partial(features.ImageBackbone, FEATURE_SIZE)
             change = _project if kind == "transfer" else _rescale
             train, test = (

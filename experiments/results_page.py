@@ -23,15 +23,7 @@ from options import RESULTS
 from problems import SETTINGS
 from runs import Store
 from search import compare_tuned
-from summary import (
-    Difference,
-    average,
-    compare,
-    count_level,
-    list_budgets,
-    make_table,
-    span,
-)
+from summary import Difference, average, compare, count_level, list_budgets, make_table, span
 
 PAGE = RESULTS.parent / "README.md"
 CLIPPED, CENTRE = Arm("gradient-clipping", "printed"), Arm("gradient-clipping", "centre")
@@ -54,7 +46,7 @@ FRAGMENTS = (
 
 def list_blocks(out: Path) -> dict[str, str]:
     """What the results say now, by name of the block."""
-    blocks = {name: read_fragment(out / f"{name}.md") for name in FRAGMENTS}
+    blocks = {name: (out / f"{name}.md").read_text(encoding="utf-8") for name in FRAGMENTS}
     return blocks | {
         "claims": tabulate_claims(out),
         "route_claims": tabulate_route_claims(out),
@@ -72,11 +64,6 @@ def render(page: Path, blocks: dict[str, str]) -> str:
         whole = f"<!-- {name} -->\n{block.strip()}\n<!-- end of {name} -->"
         text = re.sub(pattern, lambda _, whole=whole: whole, text, flags=re.DOTALL)
     return text
-
-
-def read_fragment(path: Path) -> str:
-    """A table that a script wrote."""
-    return path.read_text(encoding="utf-8") if path.exists() else "Not run yet."
 
 
 def tabulate_claims(out: Path) -> str:

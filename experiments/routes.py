@@ -35,21 +35,12 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from arms import Arm, Noisy, make_recipe, plan_recipe
-from expunge import (
-    Features,
-    Release,
-    SeededNoise,
-    Shards,
-    UnlearningError,
-    retrain,
-    unlearn,
-)
+from arms import Arm
+from expunge import Features, Release, SeededNoise, Shards, UnlearningError, retrain, unlearn
 from expunge.linear_model import LogisticRegression, RidgeClassifier
 from expunge.linear_model import load as load_linear
-from networks import count_parameters
 from problems import Problem, load_model
-from runs import check_release, measure_start, score
+from runs import check_release, find_recipe, score
 
 Kind = Literal["retraining", "noisy", "linear", "shards", "gone"]
 Size = Literal["1", "50", "tenth"]
@@ -223,7 +214,9 @@ def _retrain(ground: Ground, case: Case) -> dict[str, Any]:
 def _unlearn(ground: Ground, case: Case) -> dict[str, Any]:
     problem, _ = ground.cut(case)
     old = load_model(problem, case.seed % problem.setting.models, ground.models)
-    recipe = fit_recipe(case.route, ground.network, ground.epochs)
+    version = "certified" if case.route.centre == "zero" else "initialisation"
+    arm: Any = Arm(case.route.method, version)  # pyright: ignore[reportArgumentType]
+    recipe = find_recipe(ground.network, arm, ground.epochs)  # true at (1, 1e-5)
     length = math.ceil(problem.retained / problem.setting.batch_size)
     passes = max(ground.epochs - getattr(recipe, "steps", 0) / length, 0.0)
     make = functools.partial(
@@ -239,18 +232,6 @@ def _unlearn(ground: Ground, case: Case) -> dict[str, Any]:
 def _start(problem: Problem, case: Case) -> Callable[[], nn.Module]:
     """The network under a seed that is written here: one for all routes of a seed."""
     return functools.partial(problem.build, 5_000 + case.seed)
-
-
-@functools.cache
-def fit_recipe(route: Route, problem: Problem, epochs: float) -> Noisy:
-    """Around zero the paper's row with radii for which (1, 1e-5) is true; around an initialisation
-    what ``expunge.plan`` says."""
-    size = count_parameters(problem.build(0))
-    arm: Any = Arm(route.method, "certified")  # pyright: ignore[reportArgumentType]
-    if route.centre == "initialisation":
-        return plan_recipe(arm, size, measure_start(problem.build(0)))
-    table = problem.name if problem.name in ("mnist", "cifar10") else "mnist"
-    return make_recipe(arm, table, epochs, size)
 
 
 Prepared = tuple[Callable[[Path], object], Callable[[Path, Case], dict[str, Any]]]

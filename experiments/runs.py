@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,12 +26,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from arms import DELTA, Arm, Noisy, find_epsilon, make_recipe, measure_noise, plan_recipe
-from expunge import Release, SeededNoise, Training, evaluate, retrain, unlearn, verify
+from expunge import Release, SeededNoise, evaluate, retrain, unlearn, verify
 from networks import count_parameters
-from options import Options
+from options import RESULTS, Options
 from problems import SETTINGS, Problem, load_model, load_problem
 
-RESULTS = Path(__file__).parent / "results"
 Private = Callable[[int], nn.Module]
 SEARCH_SEED = 100
 CERTIFIED = ("certified", "initialisation")
@@ -98,12 +96,9 @@ class Store:
     def add(self, entry: dict[str, Any]) -> None:
         """One more; appended in a single write, so that processes can share the file."""
         line = json.dumps(entry, ensure_ascii=False) + "\n"
-        whole = not self.file.exists() or self.file.read_bytes()[-1:] in (b"", b"\n")
-        descriptor = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(descriptor, (line if whole else "\n" + line).encode())
-        finally:
-            os.close(descriptor)
+        with self.file.open("ab") as file:
+            cut = self.file.read_bytes()[-1:] not in (b"", b"\n")
+            file.write(("\n" * cut + line).encode())
 
 
 def run_arms(
@@ -128,7 +123,7 @@ def run_cases(
 ) -> None:
     """Run what is not finished, cheapest budgets first; ``private(seed)`` is the model that was
     trained with DP-SGD, where an arm needs it."""
-    problem, store = load_problem(task, options.root), Store(options.out, task)
+    problem, store = load_problem(task), Store(options.out, task)
     done = store.read()
     left = [c for c in dict.fromkeys(cases) if options.wants(c.key) and c.key not in done]
     left.sort(key=lambda case: (case.budget, case.seed, case.arm))
@@ -146,27 +141,33 @@ def run_case(
 ) -> dict[str, Any]:
     """One run, from the list of people to the accuracies of what is released."""
     number = case.seed % problem.setting.models
-    recipe, began = find_recipe(problem, case), time.monotonic()
+    recipe = find_recipe(problem, case.arm, case.row or case.budget)
+    began = time.monotonic()
     length = math.ceil(problem.retained / problem.setting.batch_size)
     epochs = case.budget - getattr(recipe, "steps", 0) / length
     train = problem.setting.train(epochs, case.learning_rate)
     entry: dict[str, Any] = {"key": case.key, "task": problem.name, **case.arm.fields}
     entry |= {"budget": case.budget, "seed": case.seed, "learning_rate": case.learning_rate}
+    start, people = functools.partial(build_start, problem, case), problem.people.tolist()
+    shared: dict[str, Any] = {"forget": people, "train": train, "seed": case.seed}
     match case.arm.method:
         case "dp-sgd":
             assert private is not None
             model = private(number)
-            train(model, problem.data.without(problem.people.tolist()).examples, seed=case.seed)
+            train(model, problem.data.without(people).examples, seed=case.seed)
         case "retrain":
-            release = retrain(
-                functools.partial(build_start, problem, case), problem.data,
-                forget=problem.people.tolist(), train=train, seed=case.seed,
-            )  # fmt: skip
-            model = release.model
+            model = retrain(start, problem.data, **shared).model
             if case.arm.version == "gaussian":
                 entry["scale"] = find_scale(problem, case)
         case _:
-            release = run_noisy(problem, case, recipe, load_model(problem, number, models), train)
+            version = case.arm.version
+            release = unlearn(
+                load_model(problem, number, models), start, problem.data, recipe=recipe,
+                delta=DELTA, loss=cross_entropy, batch_size=problem.setting.batch_size,
+                centre="build" if version == "initialisation" else "zero",
+                start="centre" if version == "centre" else "model", noise=SeededNoise(case.seed),
+                **shared,
+            )  # fmt: skip
             model, ran = release.model, release.record.recipe
             entry["recipe"] = {k: v for k, v in asdict(ran).items() if v is not None}
             entry["true_epsilon"] = round(find_epsilon(ran), 4)
@@ -176,55 +177,32 @@ def run_case(
     return entry | score(problem, model) | {"commit": find_commit()}
 
 
-def run_noisy(
-    problem: Problem, case: Case, recipe: Noisy | None, old: nn.Module, train: Training
-) -> Release:
-    """Around zero, the paper's centre, or around a fresh initialisation."""
-    fresh = case.arm.version == "initialisation"
-    return unlearn(
-        old, functools.partial(build_start, problem, case), problem.data,
-        forget=problem.people.tolist(), recipe=recipe, delta=DELTA, train=train,
-        loss=cross_entropy, batch_size=problem.setting.batch_size,
-        centre="build" if fresh else "zero",
-        noise=SeededNoise(case.seed), start="centre" if case.arm.version == "centre" else "model",
-        seed=case.seed,
-    )  # fmt: skip
-
-
 def build_start(problem: Problem, case: Case) -> nn.Module:
     """The public start of a run: its own initialisation, one for all arms around it, or noise."""
     match case.arm.version:
         case "initialisation":
             return problem.build(5_000 + case.seed)
-        case "gaussian":
-            return draw_gaussian(problem.build(0), find_scale(problem, case), case.seed)
+        case "gaussian":  # all weights N(0, scale²)
+            net, scale = problem.build(0), find_scale(problem, case)
+            generator = torch.Generator().manual_seed(2_000 + case.seed)
+            with torch.no_grad():
+                for p in net.parameters():
+                    p.copy_(torch.randn(p.shape, generator=generator) * scale)
+            return net
         case _:
             return problem.build(1_000 + case.seed)
 
 
-def draw_gaussian(net: nn.Module, scale: float, seed: int) -> nn.Module:
-    """The network with all weights N(0, scale²)."""
-    generator = torch.Generator().manual_seed(2_000 + seed)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.copy_(torch.randn(p.shape, generator=generator) * scale)
-    return net
-
-
-def find_recipe(problem: Problem, case: Case) -> Noisy | None:
-    """The row of the paper that an arm follows, or a plan; None where there is none."""
-    if case.arm.method in ("retrain", "dp-sgd"):
+def find_recipe(problem: Problem, arm: Arm, budget: float) -> Noisy | None:
+    """The row of the paper that an arm follows; a plan, around an initialisation, that leaves a
+    tenth of the smallest layer's √(Σ x_i² / n) as noise; None where there is none."""
+    if arm.method in ("retrain", "dp-sgd"):
         return None
-    size = count_parameters(problem.build(0))
-    if case.arm.version == "initialisation":
-        return plan_recipe(case.arm, size, measure_start(problem.build(0)))
-    return make_recipe(case.arm, name_table(problem), case.row or case.budget, size)
-
-
-def measure_start(net: nn.Module) -> float:
-    """The noise that may be left: a tenth of the smallest layer's √(Σ x_i² / n)."""
-    norms = (float(p.detach().square().mean().sqrt()) for p in net.parameters())
-    return 0.1 * min(norm for norm in norms if norm > 0)
+    start = problem.build(0)
+    if arm.version == "initialisation":
+        norms = (float(p.detach().square().mean().sqrt()) for p in start.parameters())
+        return plan_recipe(arm, count_parameters(start), 0.1 * min(n for n in norms if n > 0))
+    return make_recipe(arm, name_table(problem), budget, count_parameters(start))
 
 
 def find_scale(problem: Problem, case: Case) -> float:
@@ -236,8 +214,9 @@ def find_scale(problem: Problem, case: Case) -> float:
 
 
 def name_table(problem: Problem) -> str:
-    """Whose rows of the paper are followed; its tables know neither digits nor text."""
-    return {"digits": "mnist", "debian": "transfer_cifar100"}.get(problem.name, problem.name)
+    """Whose rows of the paper are followed, where it has none for the problem."""
+    named = problem.name.removeprefix("transfer_") in ("mnist", "cifar10", "cifar100")
+    return problem.name if named else "mnist"
 
 
 def check_release(release: Release) -> float:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from expunge import Data, InputError
+from expunge import Data
 
 Ids = npt.NDArray[np.str_]
 Indices = Sequence[int] | npt.NDArray[np.int64]
@@ -33,11 +33,6 @@ class Samples:
     inputs: Tensor
     targets: Tensor
     ids: Ids
-
-    def __post_init__(self) -> None:
-        counts = (len(self.inputs), len(self.targets), len(self.ids))
-        if len(set(counts)) != 1:
-            raise InputError.of("number of (inputs, targets, ids)", counts, "three equal numbers")
 
     def __len__(self) -> int:
         return len(self.targets)

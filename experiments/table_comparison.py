@@ -2,7 +2,6 @@
 
     python experiments/table_comparison.py            # results/table_comparison.md
     python experiments/table_comparison.py --smoke    # one seed, one k, to runs/smoke
-    python experiments/table_comparison.py --check    # recompute the noise; exit 1 if it differs
 
 Every method runs at the same (ε, δ) on one problem where all assumptions hold: L2-regularised
 softmax regression on scikit-learn's digits, feature vectors clipped to norm 1, k examples to
@@ -12,16 +11,13 @@ clipped gradients divided by the expected batch size, at learning rate 1.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import math
 import statistics
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -32,7 +28,7 @@ from descent import softmax_constants as find_constants
 from dpsgd import GroupDPSGD, calibrate_noise, train_privately
 from expunge import GradientClipping, ModelClipping, OutputPerturbation, calibrate
 from images import load_digits
-from options import RESULTS, add_out, choose_out
+from options import Options, drive
 from paper import classical_noise_std
 from summary import make_table, publish
 
@@ -193,21 +189,16 @@ def format_noise(value: float) -> str:
     return f"{rounded:.4g}"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="one seed, one k")
-    parser.add_argument("--check", action="store_true", help="compare the noise with the results")
-    add_out(parser)
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    columns = [list(list_rows(k)) for k in (GROUPS[:1] if given.smoke else GROUPS)]
-    noise = tabulate_noise(columns)
-    if given.check:
-        return int(noise not in (RESULTS / "table_comparison.md").read_text(encoding="utf-8"))
-    accuracy = tabulate_accuracy(columns, range(1 if given.smoke else 5))
-    publish(f"{noise}\n\n{accuracy}\n", choose_out(given) / "table_comparison.md")
-    return 0
+def show(_: str, options: Options) -> None:
+    columns = [list(list_rows(k)) for k in (GROUPS[:1] if options.smoke else GROUPS)]
+    accuracy = tabulate_accuracy(columns, range(1 if options.smoke else 5))
+    text = f"{tabulate_noise(columns)}\n\n{accuracy}\n"
+    publish(text, options.out / "table_comparison.md")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    drive(__doc__, ("digits",), None, show, arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,20 +1,20 @@
 """Linear models: which layers of a public network, and tables beside scikit-learn's own models.
 
-    python experiments/table_features.py                    # all images: hours, once
-    python experiments/table_features.py --images 10000     # so many to learn from, half to test
+    python experiments/table_features.py                    # hours, once
+    python experiments/table_features.py --arms debian      # one of the data sets
+    python experiments/table_features.py --full             # all images of CIFAR: hours more
     python experiments/table_features.py --smoke            # a drawn network on digits, runs/smoke
 
 Arms: "auto" (five layers), "last", "last" with as many random features as "auto" has more columns,
-and "auto" with 2,048 of them. A seed draws which rows are for validation, the same for every arm;
-the penalty is chosen there. Pooled activations are computed once and stay below the folder of the
-data, 250 rows a file; finished lines are never run again. Adult and Bank are read from the package
-``aif360==0.2.3``, unpacked in the folder of the data, and left out where it is not there.
+and "auto" with 2,048 of them. Of CIFAR the first images are learned, and half as many tested. A
+seed draws which rows are for validation, the same for every arm; the penalty is chosen there.
+Pooled activations are computed once and stay below the folder of the data, 250 rows a file;
+finished lines are never run again. Adult and Bank are read from the package ``aif360==0.2.3``,
+unpacked in the folder of the data, and left out where it is not there.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,14 +31,16 @@ from expunge import Features
 from expunge.linear_model import LogisticRegression, Ridge, RidgeClassifier
 from features import ImageBackbone, load_minilm
 from images import load_cifar, load_digits
-from options import add_out, choose_out
+from options import Options, drive
+from runs import Store
 from samples import Samples, split_validation
+from summary import average, make_table, publish, select
 
 CHUNK, LIFT, SEEDS = 250, 2048, 3
 ALPHAS = (10.0, 100.0, 1e3, 1e4)
 TASKS = ("cifar10", "cifar100", "debian", "adult", "bank")
+IMAGES = {"cifar10": 10_000, "cifar100": 2_500}
 Line = dict[str, Any]
-Key = tuple[Any, ...]
 
 
 class Lookup(nn.Module):
@@ -99,7 +101,7 @@ def compute(name: str, samples: Samples, build: Callable[[], nn.Module]) -> list
     return [torch.from_numpy(np.concatenate(one)) for one in zip(*loaded, strict=True)]
 
 
-def load(task: str, images: int | None) -> tuple[Samples, Samples, Callable[[], nn.Module]]:
+def load(task: str, full: bool) -> tuple[Samples, Samples, Callable[[], nn.Module]]:
     """Rows to learn and validate with, rows to test with, and the public network."""
     if task == "debian":
         train, held, test = load_debian()
@@ -108,8 +110,8 @@ def load(task: str, images: int | None) -> tuple[Samples, Samples, Callable[[], 
         return rows, test, lambda: load_minilm().net
     found = load_digits() if task == "digits" else load_cifar(task)
     rows, test = found.train, found.test
-    if images is not None:
-        rows, test = rows.take(range(images)), test.take(range(min(images // 2, len(test))))
+    if task in IMAGES and not full:
+        rows, test = rows.take(range(IMAGES[task])), test.take(range(IMAGES[task] // 2))
     return rows, test, _draw if task == "digits" else ImageBackbone
 
 
@@ -121,9 +123,15 @@ def _draw() -> nn.Module:
     return made
 
 
-def run_features(task: str, images: int | None, seeds: int, done: set[Key]) -> Iterator[Line]:
-    """One line for each arm, model and seed."""
-    rows, test, build = load(task, images)
+def name_line(task: str, learned: int, arm: str, model: str, seed: int) -> Line:
+    """The fields that name a line, and its key."""
+    named = {"task": task, "learned": learned, "arm": arm, "model": model, "seed": seed}
+    return {"key": " | ".join(map(str, named.values()))} | named
+
+
+def run_features(task: str, options: Options, done: Line) -> Iterator[Line]:
+    """One line for each arm and seed."""
+    rows, test, build = load(task, options.full)
     parts = zip(compute(task, rows, build), compute(task, test, build), strict=True)
     joined = [torch.cat(pair) for pair in parts]
     names = [*(f"layers.{k}" for k in range(len(joined) - 1)), ""]
@@ -136,10 +144,11 @@ def run_features(task: str, images: int | None, seeds: int, done: set[Key]) -> I
     }
     numbered = Samples(torch.arange(len(rows)), rows.targets, rows.ids)
     places = len(rows) + torch.arange(len(test))
+    seeds = options.seeds or (1 if options.smoke else SEEDS)
     for seed, arm in ((seed, arm) for seed in range(seeds) for arm in arms):
         learned, held = split_validation(numbered, len(rows) // 10, seed)
-        key = {"task": task, "learned": len(learned), "arm": arm, "model": "ridge", "seed": seed}
-        if tuple(key.values()) in done:
+        line = name_line(task, len(learned), arm, "ridge", seed)
+        if line["key"] in done:
             continue
         features = Features(lookup, seed=f"{seed}", batch_size=1000, **arms[arm])
         model = RidgeClassifier(features=features).fit(learned.inputs, learned.targets)
@@ -147,10 +156,10 @@ def run_features(task: str, images: int | None, seeds: int, done: set[Key]) -> I
         best = max(ALPHAS, key=lambda alpha: scores[alpha])
         accuracy = 100 * model.set_params(alpha=best).score(places, test.targets)
         columns = sum(features.numbers.widths) + features.lift
-        yield key | {"tested": len(test), "columns": columns, "penalty": best, "test": accuracy}
+        yield line | {"tested": len(test), "columns": columns, "penalty": best, "test": accuracy}
 
 
-def run_table(task: str, done: set[Key]) -> Iterator[Line]:
+def run_table(task: str, done: Line) -> Iterator[Line]:
     """One line for each model: ours, scikit-learn's on scaled columns, seconds for one person."""
     import pandas
     import sklearn.linear_model as theirs
@@ -172,14 +181,8 @@ def run_table(task: str, done: set[Key]) -> Iterator[Line]:
     X = pandas.get_dummies(table, dtype=float).rename(columns=str)  # categories as published
     scaler, ids = StandardScaler().fit(X[~test]), [f"person-{k}" for k in range((~test).sum())]
     for model in (Ridge, RidgeClassifier, LogisticRegression):
-        key = {
-            "task": task,
-            "learned": len(ids),
-            "arm": "table",
-            "model": model.__name__,
-            "seed": 0,
-        }
-        if tuple(key.values()) in done:
+        line = name_line(task, len(ids), "table", model.__name__, 0)
+        if line["key"] in done:
             continue
         t = y.astype(float) if model is Ridge else y
         ours = model(standardise=True).fit(X[~test], t[~test], ids=ids)
@@ -191,56 +194,41 @@ def run_table(task: str, done: set[Key]) -> Iterator[Line]:
         for person in ids[:5]:
             ours.forget([person])
         seconds = (time.process_time() - start) / 5
-        yield key | {"columns": X.shape[1], "scores": scores, "seconds": seconds}
+        yield line | {"columns": X.shape[1], "scores": scores, "seconds": seconds}
 
 
-def write(lines: Sequence[Line], out: Path) -> None:
+def run(_: str, options: Options) -> None:
+    """What is not finished."""
+    store = Store(options.out, "table_features")
+    for task in filter(options.wants, ("digits",) if options.smoke else TASKS):
+        table, done = task in ("adult", "bank"), store.read()
+        for line in run_table(task, done) if table else run_features(task, options, done):
+            store.add(line)
+
+
+def show(_: str, options: Options) -> None:
     """The tables, for people."""
-    names = ("task", "model", "arm", "columns", "learned", "tested")
-    text = [f"| {' | '.join(names)} | seeds | test % | minus last |", "|---" * 9 + "|"]
+    lines = Store(options.out, "table_features").read().values()
+    names, rows = ("task", "model", "arm", "columns", "learned", "tested"), list[list[Any]]()
     found = [line for line in lines if line["arm"] != "table"]
     for key in dict.fromkeys(tuple(line[name] for name in names) for line in found):
-        own = {x["seed"]: x["test"] for x in found if tuple(x[n] for n in names) == key}
-        same = (key[0], key[1], "last", key[4])
-        last = {x["seed"]: x["test"] for x in found
-                if (x["task"], x["model"], x["arm"], x["learned"]) == same}  # fmt: skip
-        less = [own[seed] - last[seed] for seed in own if seed in last] or [np.nan]
-        mean = f"{np.mean([*own.values()]):.2f} | {np.mean(less):+.2f}"
-        shown = " | ".join(str(value) for value in (*key, len(own)))
-        text.append(f"| {shown} | {mean} ({min(less):+.2f} … {max(less):+.2f}) |")
-    text += ["", "| table | model | people | columns | score | scikit-learn's | ms a request |"]
-    text += ["|---" * 7 + "|"]
+        about = dict(zip(names, key, strict=True))
+        same = {name: about[name] for name in ("task", "model", "learned")} | {"arm": "last"}
+        own, last = select(found, **about), select(found, **same)
+        less = [own[seed]["test"] - last[seed]["test"] for seed in own if seed in last]
+        gap = f"{np.mean(less):+.2f} ({min(less):+.2f} … {max(less):+.2f})"
+        rows.append([*key, len(own), f"{average(own.values()).value:.2f}", gap])
+    text = make_table([*names, "seeds", "test %", "minus last"], rows) + "\n\n"
+    header = ["table", "model", "people", "columns", "score", "scikit-learn's", "ms a request"]
+    tables = list[list[Any]]()
     for x in (line for line in lines if line["arm"] == "table"):
-        shown = f"{x['columns']} | {x['scores'][0]:.5f} | {x['scores'][1]:.5f}"
-        made = f"| {x['task']} | {x['model']} | {x['learned']} | {shown} "
-        text.append(f"{made}| {1000 * x['seconds']:.0f} |")
-    (out / "table_features.md").write_text("\n".join(text) + "\n")
-    print("\n".join(text))
+        about, scores = [x[n] for n in ("task", "model", "learned", "columns")], x["scores"]
+        tables.append([*about, *(f"{s:.5f}" for s in scores), f"{1000 * x['seconds']:.0f}"])
+    publish(text + make_table(header, tables) + "\n", options.out / "table_features.md")
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--task", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--images", type=int, help="how many images to learn from; default all")
-    parser.add_argument("--smoke", action="store_true", help="digits, one seed")
-    add_out(parser)
-    given = parser.parse_args(arguments)
-    out = choose_out(given)
-    kept = out / "runs" / "table_features.jsonl"
-    kept.parent.mkdir(exist_ok=True)
-    kept.touch()
-    lines: list[Line] = [json.loads(line) for line in kept.read_text().splitlines()]
-    done: set[Key] = {
-        tuple(x[n] for n in ("task", "learned", "arm", "model", "seed")) for x in lines
-    }
-    for task in ["digits"] if given.smoke else given.task:
-        table, seeds = task in ("adult", "bank"), 1 if given.smoke else SEEDS
-        made = run_table(task, done) if table else run_features(task, given.images, seeds, done)
-        for line in made:
-            with kept.open("a") as file:
-                print(json.dumps(line), file=file)
-            lines.append(line)
-    write(lines, out)
+    drive(__doc__, ("features",), run, show, arguments)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ truly certifies at δ = 1e-5, and the noise that its label would need; for model
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
 from arms import DELTA, PRINTED, RECIPES, read_table
 from expunge import ModelClipping, calibrate, guarantee
-from options import add_out, choose_out
+from options import Options, drive
 from summary import make_table, publish
 
 
@@ -63,12 +62,12 @@ def span(values: tuple[float, ...]) -> str:
     return low if low == high else f"{low} … {high}"
 
 
+def show(_: str, options: Options) -> None:
+    publish(tabulate(options.smoke), options.out / "noise.md")
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true", help="three rows of each table")
-    add_out(parser)
-    given = parser.parse_args(arguments)
-    publish(tabulate(given.smoke), choose_out(given) / "noise.md")
+    drive(__doc__, ("all rows",), None, show, arguments)
 
 
 if __name__ == "__main__":

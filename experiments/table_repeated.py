@@ -21,12 +21,12 @@ from summary import Difference, Mean, make_table, publish, select
 ARMS = (RETRAIN, Arm("gradient-clipping", "printed"), Arm("gradient-clipping", "centre"))
 
 
-def run(task: str, options: Options) -> None:
+def show(task: str, options: Options) -> None:
     """(cell, committed, its 95 % interval, again, whether it lies inside)."""
     if options.smoke:
         run_arms(task, options, ARMS, [1])
     folder = options.out if options.smoke else RESULTS
-    problem, committed = load_problem(task, options.root), read_entries(task, folder)
+    problem, committed = load_problem(task), read_entries(task, folder)
     values = dict[Arm, list[list[float]]]()
     for arm in ARMS:
         before = [e["test"] for e in select(committed, budget=1, **arm.fields).values()]
@@ -50,7 +50,7 @@ def judge(before: list[float], again: list[float]) -> list[Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    drive(__doc__, ("mnist",), run, lambda task, options: None, arguments)
+    drive(__doc__, ("mnist",), None, show, arguments)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def replay(
     certificate, record, released = _read(run)
     if not isinstance(certificate.recipe, Retraining):
         raise InputError.of(
-            "run", certificate.method, "a retraining; shards and linear models replay themselves"
+            "run", certificate.method, "a retraining; for others Shards.replay, linear_model.replay"
         )
     check_record(certificate, record, run)
     retained = data.drop(Parent(certificate, record).find_returned(data.people))

@@ -221,6 +221,8 @@ def read_inputs(given: Any) -> Inputs:
         return Inputs(columns, ragged)
     if isinstance(given, list | tuple) and given and hasattr(given[0], "__len__"):
         rows = cast(Sequence[Any], given)
+        if isinstance(rows[0], str):
+            raise InputError("X is texts; a network takes what its tokenizer makes of them")
         if len({len(row) for row in rows}) > 1:
             return Inputs({ONLY: rows}, ragged=True)
         if isinstance(rows[0], torch.Tensor):

@@ -45,10 +45,11 @@ class Batches:
         self.batch_size, self.seed, self.collate, self.loader = batch_size, seed, collate, loader
         self.kind: Kind = find_kind(examples)
         self.shuffle = shuffle and self.kind != "stream"
-        if self.kind == "table" and examples.format["type"] is None:
-            examples = examples.with_format("torch")
-        if self.kind == "columns" and collate is None and loader is None:
-            examples = map_columns(getattr(examples, "tensors", examples), _to_column)
+        if collate is None and loader is None:  # else rows stay of the kind they are
+            if self.kind == "table" and examples.format["type"] is None:
+                examples = examples.with_format("torch")
+            if self.kind == "columns":
+                examples = map_columns(getattr(examples, "tensors", examples), _to_column)
         self.examples = examples
 
     @functools.cached_property

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import seeded
@@ -44,7 +45,7 @@ def compute_loss(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
     any, ``loss(model, batch)``   what it returns
     ``(x, …, y)``                 ``loss(model(x, …), y)``; inputs may be nested
     a tensor ``x``, or ``(x,)``   ``loss(model(x), x)``
-    a mapping                     ``loss(model(**batch), batch)``, or without ``loss``
+    a mapping                     ``loss(model(**batch), batch)``; None or cross_entropy:
                                   the ``loss`` that the model returns
     ============================  =====================================================
 
@@ -65,7 +66,7 @@ def run_batch(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Tensor, 
             output = _forward(model, inputs or [target])
         case Mapping():
             target, output = cast(Mapping[str, Any], batch), model(**batch)
-            if loss is None:
+            if loss is None or loss is cross_entropy:  # a default, which takes no mapping
                 return _check_scalar(_find_own(output)), output, target.get("labels")
         case _ if loss is None:
             raise InputError(
@@ -125,8 +126,8 @@ def _find_own(output: Any) -> Any:
         loss = cast(Mapping[str, Any], output).get("loss")
     if loss is None:
         raise InputError(
-            "loss is None, and the model returns no loss itself; give a loss, or batches that are "
-            "mappings with labels"
+            "batches are mappings, and the model returns no loss itself; give a loss, or labels in "
+            "the batches"
         )
     return loss
 

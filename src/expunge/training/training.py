@@ -40,7 +40,8 @@ class Training:
 
     ``epochs`` may be a fraction. ``optimizer`` is "sgd", "adam", "adamw", or a function of the
     parameters that makes one. ``schedule`` scales the learning rate over the steps. ``loss`` is
-    ``loss(output, target)`` or ``loss(model, batch)``; None: the model returns its own.
+    ``loss(output, target)`` or ``loss(model, batch)``; where batches are mappings and none is given
+    the model returns its own.
     ``clip_norm`` bounds the norm of a gradient. ``patience`` stops when the loss on validation data
     has not fallen for so many epochs, and restores the best weights. ``loader(examples, seed)``
     makes the batches of one epoch in a way of your own. Under ``torchrun`` the processes share each
