@@ -13,35 +13,31 @@ the same release or finds it complete; it answers nothing twice, because both wr
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import os
+import platform
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import insert, select, update
 
-from expunge import (
-    Certificate,
-    ExpungeError,
-    InputError,
-    RunError,
-    UnlearningError,
-    VerificationError,
-)
+import expunge
+from expunge import ExpungeError, InputError, RunError, UnlearningError, VerificationError
 from expunge_ledger import models
-from expunge_ledger.chain import Anchor
-from expunge_ledger.clocks import read_now
-from expunge_ledger.database import Database
+from expunge_ledger.database import Database, connected
 from expunge_ledger.deeds import ALREADY, FORGOTTEN, LIVE, NOT_HELD, Row
-from expunge_ledger.leases import SECONDS, Lease
 from expunge_ledger.registry import add_seen, mark, need_model, read_release, read_seen
 from expunge_ledger.requests import drop_names, read_names
-from expunge_ledger.schema import RELEASES, WORK
-from expunge_ledger.tables import Tables
+from expunge_ledger.schema import LEASES, RELEASES, WORK
+from expunge_ledger.tables import Tables, read_now
 
-ANCHOR = "ledger.json"
+ANCHOR, SECONDS = "ledger.json", 60.0
 Report = Callable[[str, str], None]
 _SILENT = "another worker went on with this model, because this one was silent"
 _SIMILAR = (
@@ -56,6 +52,82 @@ _GONE = (
     "this person was in the data of the job and is gone from them, but the weights may hold them; "
     "let the data have them until a run forgot them, or refuse the request and say why"
 )
+
+
+class Lease:
+    """A worker of this process at one model, alone; ``seconds`` is how long it may be silent.
+
+    Taken by the database's own means: ``FOR UPDATE SKIP LOCKED`` on PostgreSQL, ``BEGIN IMMEDIATE``
+    on SQLite. A worker that lives renews it. What ends one too early, a stopped process or a clock
+    that was set, costs time and nothing else: whoever goes on writes the same rows and release.
+    """
+
+    def __init__(self, db: Database, model: int, seconds: float = SECONDS) -> None:
+        if not 0 < seconds < 1e9:
+            raise InputError.of("lease", seconds, "a number of seconds > 0")
+        self.db, self.seconds, self.model = db, seconds, model
+        self._chosen = select(LEASES).where(LEASES.c.model == model)
+        self.worker = f"{platform.node()[:40]}/{os.getpid()}/{secrets.token_hex(4)}"
+
+    def take(self) -> bool:
+        """Take the model's lease; False if another has it, or is taking it just now."""
+        with connected(self.db.engine, writes=True) as connection:
+            locked = self._chosen.with_for_update(skip_locked=True)
+            row = connection.execute(locked).one_or_none()
+            now = time.time()
+            if row is None:
+                if connection.execute(self._chosen).first() is not None:
+                    return False
+                connection.execute(insert(LEASES).values(model=self.model, until=0.0))
+            elif row.worker not in (None, self.worker):
+                longest = now + 2 * max(self.seconds, SECONDS)  # later than any: of a wrong clock
+                if now < row.until <= longest:
+                    return False
+            taken = {"worker": self.worker, "until": now + self.seconds}
+            fits = LEASES.c.model == self.model
+            connection.execute(update(LEASES).where(fits).values(**taken))
+            return True
+
+    def renew(self) -> bool:
+        """Go on for longer; False if another took the model meanwhile."""
+        return self._change(until=time.time() + self.seconds)
+
+    def give_back(self) -> None:
+        """Let others take the model."""
+        self._change(worker=None, until=0.0)
+
+    def _change(self, **values: object) -> bool:
+        with connected(self.db.engine, writes=True) as connection:
+            mine = (LEASES.c.model == self.model) & (LEASES.c.worker == self.worker)
+            return bool(connection.execute(update(LEASES).where(mine).values(**values)).rowcount)
+
+    def check(self, tables: Tables) -> None:
+        """Refuse to go on when another did."""
+        if tables.connection.execute(self._chosen).one().worker != self.worker:
+            raise RunError(_SILENT)
+
+    @contextmanager
+    def taken(self) -> Generator[bool]:
+        """Whether the model is this worker's while the body runs."""
+        if not self.take():
+            yield False
+            return
+        over = threading.Event()
+
+        def go_on() -> None:
+            going = True
+            while going and not over.wait(self.seconds / 3):
+                with suppress(ExpungeError):
+                    going = self.renew()
+
+        thread = threading.Thread(target=go_on, daemon=True)
+        thread.start()
+        try:
+            yield True
+        finally:
+            over.set()
+            thread.join()
+            self.give_back()
 
 
 @dataclass(frozen=True)
@@ -85,12 +157,8 @@ class Batching:
     lease: float = SECONDS
 
     def __post_init__(self) -> None:
-        for name in ("most", "least"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise InputError.of(name, value, "a whole number >= 1")
-        if type(self.days) is not int or not 0 <= self.days <= 36_500:
-            raise InputError.of("days", self.days, "a whole number from 0 to 36,500")
+        if self.most is not None and self.most < 1:
+            raise InputError.of("most", self.most, "a whole number >= 1")
 
     def choose(self, live: Sequence[Row]) -> list[int]:
         """The requests of the next round, those that are due first."""
@@ -131,6 +199,26 @@ def _work(lease: Lease, name: str, batching: Batching, report: Report) -> Done:
         return Done(name, failed=_hide_names(lease.db, name, str(error)))
 
 
+def replay(db: Database, name: str, seconds: float) -> Done:
+    """Forget again who came back into a model's state."""
+    with db.reading() as tables:
+        model, done = need_model(tables, name, used=True), Done(name)
+    lease = Lease(db, model["id"], seconds)
+    with lease.taken() as taken:
+        if not taken:
+            raise RunError(f"another worker is at work on {name}; try again when it is done")
+        for _ in range(2):  # a release that is on disk already names nobody more: the next does
+            found = open_model(model)
+            if returned := find_returned(db, model, found):
+                with db.writing() as tables:
+                    now = need_model(tables, name)
+                    place = Path(now["folder"]) / f"{now['begun'] or 0:04d}"
+                    if not models.is_written(place):
+                        begin(tables, now, [n for one in returned.values() for n in one], replay=1)
+            done = finish(lease, name, found, done, lambda name, stage: None)
+    return done
+
+
 def open_model(model: Row) -> models.Model:
     """The model that was registered, and no other at its place."""
     found = models.Model(model["path"])
@@ -148,14 +236,14 @@ def _look(lease: Lease, model: Row, found: models.Model, people: dict[int, str])
     if found.kind == "job":
         add_seen(db, model["name"], found.everybody)
     check_returned(db, model, found, set(people.values()))
-    outcomes, batch, absent = dict[str, Any](), list[int](), dict[int, str]()
+    outcomes, batch, absent = dict[int, Any](), list[int](), dict[int, str]()
     # The data of a job keep whom its releases forgot; who is in a state is to be forgotten.
     rest = {n: name for n, name in people.items() if found.kind == "job" or name not in there}
     history = _find_history(db, model, rest)
     marked = found.find_forgotten(set(rest.values()))
     for number, name in people.items():
         if history.get(number):
-            outcomes[str(number)] = [ALREADY, history[number]]
+            outcomes[number] = [ALREADY, history[number]]
         elif name in there or name in marked:
             batch.append(number)
         elif number in history:
@@ -163,7 +251,7 @@ def _look(lease: Lease, model: Row, found: models.Model, people: dict[int, str])
         else:
             absent[number] = name
     said |= _find_reasons(db, model, found, absent)
-    outcomes |= {str(number): [NOT_HELD, None] for number in absent if number not in said}
+    outcomes |= {number: [NOT_HELD, None] for number in absent if number not in said}
     earlier = _list_earlier(db, model, found, {people[number] for number in batch})
     with db.writing() as tables:
         lease.check(tables)
@@ -171,16 +259,17 @@ def _look(lease: Lease, model: Row, found: models.Model, people: dict[int, str])
         if now["begun"] is not None or now["retired"] is not None:
             raise RunError(_SILENT)
         still = {part["request"] for part in tables.live(now)}  # nobody withdrew meanwhile
-        outcomes = {number: one for number, one in outcomes.items() if int(number) in still}
-        tables.load([*map(int, outcomes), *batch])
+        outcomes = {number: one for number, one in outcomes.items() if number in still}
+        tables.load([*outcomes, *batch])
         if outcomes:
-            tables.record("settled", model=model["name"], outcomes=outcomes)
-            drop_names(tables, map(int, outcomes))
+            named = {str(number): one for number, one in outcomes.items()}
+            tables.record("settled", model=model["name"], outcomes=named)
+            drop_names(tables, outcomes)
         if batch := [number for number in batch if number in still]:
             begin(tables, now, batch + earlier)
     count = sum(one[0] == ALREADY for one in outcomes.values())
     return Done(
-        model["name"], tuple(sorted(map(int, outcomes))), 0, count, len(outcomes) - count,
+        model["name"], tuple(sorted(outcomes)), already=count, not_held=len(outcomes) - count,
         said=tuple(f"request {number} stays open: {why}" for number, why in sorted(said.items())),
     )  # fmt: skip
 
@@ -213,15 +302,14 @@ def _find_history(db: Database, model: Row, people: Mapping[int, str]) -> dict[i
     return found
 
 
-def check_finished(tables: Tables, model: Row, release: Row) -> Any:
-    """The certificate of a finished release, if everything about it still holds."""
+def check_finished(tables: Tables, model: Row, release: Row) -> None:
+    """Refuse a finished release of which anything does not hold any more."""
     names = read_names(tables, json.loads(release["requests"]))
     last = release["number"] == model["finished"] and model["retired"] is None
     place = Path(release["directory"])
     found = models.check_release(place, names.values(), release["certificate"], last)
     if found.parent != release["parent"]:
         raise VerificationError("its parent is not the one that the ledger knows")
-    return found
 
 
 def _find_reasons(
@@ -257,15 +345,20 @@ def list_forgotten(db: Database, model: Row) -> dict[str, list[int]]:
     return found
 
 
+def find_returned(db: Database, model: Row, found: models.Model) -> dict[str, list[int]]:
+    """The same, of those who are in a state again."""
+    forgotten = list_forgotten(db, model)
+    return {name: forgotten[name] for name in found.find(forgotten)}
+
+
 def check_returned(db: Database, model: Row, found: models.Model, asked: set[str]) -> None:
     """Nothing is released from a state that holds again whom the ledger knows as forgotten, but
     for those whom this release is ``asked`` to forget. A state that nobody changed since its last
     release holds nobody again."""
     if not model["finished"] or found.kind == "job" or found.generation == model["generation"]:
         return
-    forgotten = list_forgotten(db, model)
-    back = found.find(forgotten)
-    if numbers := sorted(forgotten[name][-1] for name in back if name not in asked):
+    returned = find_returned(db, model, found)
+    if numbers := sorted(one[-1] for name, one in returned.items() if name not in asked):
         raise UnlearningError(
             f"{model['path']} holds {len(numbers)} people again who were forgotten (requests "
             f"{', '.join(map(str, numbers[:10]))}), as after a backup was restored; expunge-ledger "
@@ -295,22 +388,21 @@ def finish(lease: Lease, name: str, found: models.Model, done: Done, report: Rep
         if model["begun"] is None:
             return done
         begun = read_release(tables, model, model["begun"])
-        numbers: list[int] = json.loads(begun["requests"])
-        names = set(read_names(tables, numbers).values())
-        tables.load(numbers)
-        parts = [tables.get(WORK, number, model["id"]) or {} for number in numbers]
+        names = read_names(tables, json.loads(begun["requests"]))
+        people, directory = set(names.values()), Path(begun["directory"])
+        tables.load(names)
+        parts = {number: tables.get(WORK, number, model["id"]) or {} for number in names}
         if found.kind == "job" and model["finished"]:
             last = read_release(tables, model, model["finished"])
             parent = Path(last["directory"])
             models.read_certificate(parent, last["certificate"])
-    directory = Path(begun["directory"])
     if not lease.renew():
         raise RunError(_SILENT)
     report(name, "forgetting")
     if not models.is_written(directory):
-        check_returned(db, model, found, names)
-    elif found.kind == "state" and found.find(names):
-        _drop(lease, model, begun)
+        check_returned(db, model, found, people)
+    elif found.kind == "state" and found.find(people):
+        _drop(lease, model)
         raise UnlearningError(
             f"{model['path']} holds people again whom {directory} forgot, as after a backup was "
             "restored; their requests are open again"
@@ -320,21 +412,21 @@ def finish(lease: Lease, name: str, found: models.Model, done: Done, report: Rep
         return db.key.tag("release", f"{model['id']} {begun['number']} {sha256}")
 
     try:
-        sha256 = found.forget(sorted(names), directory, parent, sign)
+        sha256 = found.forget(sorted(people), directory, parent, sign)
     except (InputError, UnlearningError):
         with suppress(ExpungeError, OSError):  # give it up, if nobody was forgotten for it yet
             fresh = models.Model(found.path)
-            whole = fresh.kind == "job" or set(fresh.find(names)) == names
+            whole = fresh.kind == "job" or set(fresh.find(people)) == people
             if whole and not models.is_touched(directory):
-                _drop(lease, model, begun)
+                _drop(lease, model)
         raise
     report(name, "checking")
-    certificate = models.check_release(directory, names, sha256)
+    certificate = models.check_release(directory, people, sha256)
     fresh = models.Model(found.path)
-    if fresh.kind == "state" and fresh.find(names):
+    if fresh.kind == "state" and fresh.find(people):
         raise VerificationError(f"{found.path} still holds people whom {directory} forgot")
     complete(db, model, begun, certificate, fresh.generation)
-    new = {one["request"] for one in parts if begun["replay"] or one["state"] == "running"}
+    new = {n for n, part in parts.items() if begun["replay"] or part["state"] == "running"}
     return replace(
         done, requests=tuple(sorted(new.union(done.requests))), forgotten=len(new),
         release=begun["number"], directory=directory, certificate=certificate.sha256,
@@ -342,7 +434,7 @@ def finish(lease: Lease, name: str, found: models.Model, done: Done, report: Rep
 
 
 def complete(
-    db: Database, model: Row, begun: Row, certificate: Certificate, generation: str | None
+    db: Database, model: Row, begun: Row, certificate: expunge.Certificate, generation: str | None
 ) -> None:
     """The release is there and holds: it is finished, and its requests are answered. Once."""
     directory, numbers = Path(begun["directory"]), json.loads(begun["requests"])
@@ -360,20 +452,13 @@ def complete(
             )  # fmt: skip
             drop_names(tables, numbers)
         anchor = tables.anchor()
-    write_anchor(directory / ANCHOR, anchor)
+    anchor.write(directory / ANCHOR)
 
 
-def write_anchor(path: Path, anchor: Anchor) -> None:
-    """Leave the end of the chain outside of the database."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(anchor.dump())
-    temporary.replace(path)
-
-
-def _drop(lease: Lease, model: Row, begun: Row) -> None:
+def _drop(lease: Lease, model: Row) -> None:
     with lease.db.writing() as tables:
         lease.check(tables)
-        tables.record("dropped", model=model["name"], release=begun["number"])
+        tables.record("dropped", model=model["name"], release=model["begun"])
 
 
 def _hide_names(db: Database, name: str, sentence: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 import expunge
 from expunge_ledger import Ledger, models, work
-from expunge_ledger.leases import Lease
+from expunge_ledger.work import Lease
 from ledger.tests.life import Killed, die, let_lease_end, list_states, read, write
 from ledger.tests.stand_in import FILE, StandIn, make_state
 from tests.helpers.job_folder import write_job

@@ -18,8 +18,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from expunge_ledger import Ledger
-from expunge_ledger.server.gate import Limits
-from ledger.tests.server_run import LOOSE, Browser, Life, Running, ask, read_form_token
+from ledger.tests.server_run import Browser, Life, Running, ask, read_form_token
 from ledger.tests.stand_in import learn_again
 
 OWN = {"Origin": "http://127.0.0.1:8000"}
@@ -313,18 +312,6 @@ def test_bodies_that_are_large_slow_or_lie(life: Life) -> None:
     assert life.ledger.anchor() == before
 
 
-def test_a_body_that_comes_too_slowly_is_refused(tmp_path: Path) -> None:
-    limits = Limits(body_seconds=0.05, token=LOOSE.token)
-    with Life(tmp_path, limits) as life:
-        told = [("Host", "127.0.0.1"), ("Content-Type", "application/json")]
-        told += [("Authorization", f"Bearer {life.tokens['operator']}")]
-        before = life.ledger.anchor()
-        whole = b'{"person": "person-2"}'
-        parts = [whole[i : i + 1] for i in range(len(whole))]
-        assert send_raw(life, "POST", "/api/requests", told, parts, pause=0.02)[0] == 408
-        assert life.ledger.anchor() == before
-
-
 def test_header_tricks(life: Life) -> None:
     who = ("Authorization", f"Bearer {life.tokens['operator']}")
     host = ("Host", "127.0.0.1:8000")
@@ -342,7 +329,6 @@ def test_header_tricks(life: Life) -> None:
     status, body = send_raw(life, "GET", "/api/requests/1", override)
     assert status == 200
     assert b"evil" not in body
-    assert send_raw(life, "GET", "/api/me?" + "x" * 3000, [host, who])[0] == 414
     for name in ("localhost", "[::1]:8000", "LOCALHOST:1"):
         assert send_raw(life, "GET", "/api/me", [("Host", name), who])[0] == 200
 
@@ -354,17 +340,14 @@ def test_websockets_are_closed(life: Life) -> None:
         pass
 
 
-def test_rates_are_limited_by_token_and_for_wrong_tokens(tmp_path: Path) -> None:
-    slow = (5.0, 1e-6)
-    with Life(tmp_path, Limits(token=slow, failures=slow)) as life:
+def test_rates_are_limited_by_token(tmp_path: Path) -> None:
+    with Life(tmp_path, (5.0, 1e-6)) as life:
         before = life.ledger.anchor()
         codes = [life.ask("auditor", "GET", "/me").status_code for _ in range(7)]
         assert codes == [200] * 5 + [429] * 2
         assert life.ask("operator", "GET", "/me").status_code == 200, "others are not slowed"
-        codes = [life.ask("expunge_wrong", "GET", "/me").status_code for _ in range(7)]
-        assert codes == [401] * 5 + [429] * 2
-        wrong = Browser(life).send("/sign-in", "/sign-in", token="expunge_wrong")
-        assert (wrong.status_code, int(wrong.headers["retry-after"]) > 0) == (429, True)
+        slowed = Browser(life).send("/sign-in", "/sign-in", token=life.tokens["auditor"])
+        assert (slowed.status_code, int(slowed.headers["retry-after"]) > 0) == (429, True)
         icons = [life.client.get("/assets/icon.svg").status_code for _ in range(213)]
         assert set(icons) == {200}
         assert life.ask("operator", "GET", "/me").status_code == 200, "nobody is locked out"

@@ -11,7 +11,7 @@ import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.keys import Key
 from expunge_ledger.models import Model
-from expunge_ledger.registry import find_token, hash_token
+from expunge_ledger.registry import hash_token
 from ledger.tests.life import list_states, read, write
 from ledger.tests.stand_in import learn_again, make_state
 
@@ -132,8 +132,8 @@ def test_a_revoked_token_does_not_come_back(small: Ledger) -> None:
     small.revoke_token("desk")
     write(small, "DELETE FROM tokens")
     write(small, f"INSERT INTO tokens VALUES ({', '.join('?' * len(row))})", *row)
-    with pytest.raises(expunge.VerificationError, match="tokens: "), small.reading() as tables:
-        find_token(tables, hash_token(secret))
+    with pytest.raises(expunge.VerificationError, match="tokens: "):
+        small.find_token(hash_token(secret))
 
 
 def test_a_request_to_one_model_is_not_made_one_to_all(small: Ledger) -> None:
@@ -215,8 +215,7 @@ def test_a_token_is_not_made_by_who_writes_the_database(small: Ledger) -> None:
     secret = small.make_token("desk", "requester")
 
     def find(given: str) -> object:
-        with small.reading() as tables:
-            return find_token(tables, hash_token(given))
+        return small.find_token(hash_token(given))
 
     assert find(secret) is not None
     (row,) = read(small, "SELECT * FROM tokens")
