@@ -17,7 +17,7 @@ from expunge_ledger.deeds import WITHDRAWN
 from expunge_ledger.registry import Model, Role, Token, check_name, list_tokens, need_model
 from expunge_ledger.requests import Request, check_reason, show_requests
 from expunge_ledger.schema import LEASES, WORK
-from expunge_ledger.work import SECONDS, Batching, Done, Report
+from expunge_ledger.work import Done, Worker
 
 
 @dataclass(frozen=True)
@@ -139,25 +139,23 @@ class Ledger(Database):
         with self.reading() as tables:
             return tables.anchor()
 
-    def work(
-        self, model: str | None = None, *, report: Report = lambda model, stage: None, **given: Any
-    ) -> tuple[Done, ...]:
+    def work(self, model: str | None = None, **given: Any) -> tuple[Done, ...]:
         """One round on ``model``, or on all: forget who is asked for, release, answer; at ``most=``
         so many requests each, once there are ``least=`` or one is due within ``days=``. ``lease=``
-        is how many seconds a worker may be silent before another goes on."""
-        batching = Batching(**given)
+        is how many seconds a worker may be silent before another goes on; ``report=`` is called
+        with a model's name and how far it is."""
         with self.reading() as tables:
             names = [row["name"] for row in tables.models() if row["retired"] is None]
         chosen = names if model is None else [model]
-        found = [work.work_on(self, name, batching, report) for name in chosen]
+        found = (Worker(self, name, **given).work() for name in chosen)
         done = tuple(one for one in found if one is not None)
         if done:
             self.advance_anchor()
         return done
 
-    def replay(self, model: str, *, lease: float = SECONDS) -> Done:
+    def replay(self, model: str) -> Done:
         """Forget again who came back into a model's state, as from a backup."""
-        return work.replay(self, model, lease)
+        return Worker(self, model).replay()
 
     def retire(self, model: str, withdrawn: str) -> tuple[int, ...]:
         """No request asks a model any more; ``withdrawn`` says why nobody uses it. The numbers of
