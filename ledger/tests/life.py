@@ -50,6 +50,12 @@ def write(ledger: Ledger, statement: str, *given: object) -> None:
     raw.close()
 
 
+def put(ledger: Ledger, table: str, *rows: Any) -> None:
+    """Put rows into a table, as they were read before."""
+    for row in rows:
+        write(ledger, f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+
+
 def read(ledger: Ledger, statement: str, *given: object) -> list[Any]:
     with sqlite3.connect(str(ledger.url.database)) as raw:
         found = raw.execute(statement, given).fetchall()

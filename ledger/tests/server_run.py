@@ -18,10 +18,8 @@ from starlette.testclient import TestClient
 from expunge_ledger import Ledger
 from expunge_ledger.server.app import make_app
 from expunge_ledger.server.desk import Desk
-from expunge_ledger.server.gate import Limits
 from ledger.tests.stand_in import make_state
 
-LOOSE = Limits(token=(1e9, 1e9), failures=(1e9, 1e9))
 ROLES = ("requester", "operator", "auditor")
 COMMAND = (
     "from ledger.tests import stand_in; stand_in.install(); "
@@ -98,7 +96,9 @@ def ask(url: str, token: str | None, data: Any = None, method: str | None = None
 class Life:
     """A ledger with two models, "shop" and "search", its tokens, and a client of its server."""
 
-    def __init__(self, folder: Path, limits: Limits = LOOSE, url: str | None = None) -> None:
+    def __init__(
+        self, folder: Path, rate: tuple[float, float] = (1e9, 1e9), url: str | None = None
+    ) -> None:
         self.folder = folder
         place = url or f"sqlite:///{folder}/ledger.db"
         self.ledger = Ledger.create(place, key=folder / "ledger.key")
@@ -106,7 +106,7 @@ class Life:
             self.ledger.register(name, make_state(folder / name))
         self.tokens = make_tokens(self.ledger)
         self.desk = Desk(self.ledger, pause=0.05)
-        self.app = make_app(self.ledger, limits=limits, desk=self.desk)
+        self.app = make_app(self.ledger, rate=rate, desk=self.desk)
 
     def open(self) -> TestClient:
         """A browser, or a program: it keeps its cookies and goes nowhere by itself."""

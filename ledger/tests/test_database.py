@@ -162,10 +162,3 @@ def test_a_full_disk_under_the_database(small: Ledger) -> None:
         connection.rollback()
     assert small.request("person-1000").number == count + 1
     small.verify()
-
-
-def test_the_environment_names_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EXPUNGE_LEDGER_KEY", str(tmp_path / "kept.key"))
-    with Ledger.create(f"sqlite:///{tmp_path}/l.db") as made:
-        assert made.key_file == tmp_path / "kept.key"
-    assert not (tmp_path / "l.db.key").exists()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import rfc8785
 
 from expunge import CertificateError
-from expunge_ledger.keys import Key, hash_bytes
+from expunge_ledger.keys import hash_bytes
 
 START = "0" * 64
 # What of a body may be shown to whoever may see its request; the rest names others, or places.
@@ -31,12 +30,12 @@ SHOWN = ("model", "release", "certificate", "parent", "received", "due", "by")
 
 @dataclass(frozen=True)
 class Event:
-    """One change of the ledger; ``body`` is plain data without identifiers."""
+    """A link of the chain of changes; its body is plain data without identifiers."""
 
     number: int
     at: str
     kind: str
-    body: Mapping[str, Any]
+    body: dict[str, Any]
     hash: str
 
     @property
@@ -46,7 +45,8 @@ class Event:
         own = [body["request"]] if "request" in body else []
         return [*own, *body.get("requests", ()), *map(int, body.get("outcomes", ()))]
 
-    def show(self) -> dict[str, Any]:
+    @property
+    def shown(self) -> dict[str, Any]:
         """What of the body may be shown."""
         return {name: self.body[name] for name in SHOWN if self.body.get(name) is not None}
 
@@ -60,29 +60,29 @@ class Anchor:
     head: str
 
     def dump(self) -> bytes:
-        """As it is written beside a release."""
+        """As it is exported."""
         return json.dumps(asdict(self), sort_keys=True).encode()
+
+    def write(self, path: Path) -> None:
+        """Leave it outside of the database."""
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_bytes(self.dump())
+        temporary.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Anchor | None:
         """The anchor in a file, if there is one."""
         try:
-            with path.open("rb") as file:
-                return cls(**json.loads(file.read(10_000)))
+            return cls(**json.loads(path.read_bytes()))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError):
             raise CertificateError(f"{path} is damaged") from None
 
 
-def salt_of(key: Key, number: int) -> str:
-    """What hides the body of an event from whoever sees its digest alone."""
-    return key.tag("body", str(number))
-
-
-def digest_body(salt: str, body: Mapping[str, Any]) -> str:
-    """The digest of a body."""
-    return hmac.digest(bytes.fromhex(salt), rfc8785.dumps(dict(body)), "sha256").hex()
+def digest_body(salt: str, body: dict[str, Any]) -> str:
+    """The digest of a body; the salt hides it from whoever sees the digest alone."""
+    return hmac.digest(bytes.fromhex(salt), rfc8785.dumps(body), "sha256").hex()
 
 
 def hash_event(previous: str, number: int, at: str, kind: str, digest: str) -> str:
@@ -93,11 +93,3 @@ def hash_event(previous: str, number: int, at: str, kind: str, digest: str) -> s
     """
     said = rfc8785.dumps({"number": number, "at": at, "kind": kind, "digest": digest})
     return hash_bytes(b"expunge/event\0" + bytes.fromhex(previous) + said)
-
-
-def make_event(
-    key: Key, previous: str, number: int, at: str, kind: str, body: Mapping[str, Any]
-) -> Event:
-    """The next event."""
-    digest = digest_body(salt_of(key, number), body)
-    return Event(number, at, kind, body, hash_event(previous, number, at, kind, digest))

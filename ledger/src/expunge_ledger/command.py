@@ -16,25 +16,18 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from expunge import ExpungeError, InputError
-from expunge_ledger.leases import SECONDS
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.work import Done
 
 HELP = "Requests of people to be forgotten, and the releases that answer them."
 app = typer.Typer(help=HELP, no_args_is_help=True, pretty_exceptions_enable=False)
-Url = Annotated[
-    str | None,
-    typer.Option("--ledger", envvar="EXPUNGE_LEDGER", metavar="URL", help="sqlite:///FILE, or …"),
-]
-KeyFile = Annotated[
-    Path | None,
-    typer.Option("--key", envvar="EXPUNGE_LEDGER_KEY", metavar="FILE", help="Default: FILE.key."),
-]
+Url = Annotated[str | None, typer.Option("--ledger", envvar="EXPUNGE_LEDGER", metavar="URL")]
+KeyFile = Annotated[Path | None, typer.Option("--key", envvar="EXPUNGE_LEDGER_KEY")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Person = Annotated[str, typer.Argument(help="The identifier; - reads it from the input.")]
 OneModel = Annotated[str | None, typer.Option("--model", help="Only this model.")]
 Day = Annotated[str | None, typer.Option(metavar="DATE", help="As 2026-01-31.")]
-Result = tuple[Any, str | list[str], int]  # plain data, what to print instead, exit code
+Result = tuple[Any, str, int]  # plain data, what to print instead, exit code
 
 
 def main() -> None:
@@ -54,11 +47,9 @@ def command(function: Callable[..., Result]) -> None:
     def run(ledger: Any, key: Any, as_json: Any, **given: Any) -> None:
         with Ledger(_need(ledger), key=key) as opened:
             data, text, code = function(opened, **given)
-        if as_json:
-            typer.echo(json.dumps(data, ensure_ascii=False, indent=1, default=str))
-        else:
-            for line in [text] if isinstance(text, str) else text:
-                typer.echo(line)
+        shown = json.dumps(data, ensure_ascii=False, indent=1, default=str) if as_json else text
+        if shown:
+            typer.echo(shown)
         raise typer.Exit(code)
 
     kind, keyword = inspect.Parameter, inspect.Parameter.KEYWORD_ONLY
@@ -79,9 +70,10 @@ def _need(url: str | None) -> str:
     return url
 
 
-def _align(names: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
-    return [f"  {'   '.join(map(str.ljust, row, widths)).rstrip()}" for row in (names, *rows)]
+def _align(*rows: tuple[Any, ...]) -> str:
+    shown = [["" if one is None else str(one) for one in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    return "\n".join(f"  {'   '.join(map(str.ljust, row, widths)).rstrip()}" for row in shown)
 
 
 def _read(person: str) -> str:
@@ -97,14 +89,14 @@ def _read(person: str) -> str:
     return lines[0]
 
 
-def _describe(done: Done) -> list[str]:
-    said = [f"  {sentence}" for sentence in done.said]
+def _describe(done: Done) -> str:
+    said = "".join(f"  {sentence}\n" for sentence in done.said)
     if done.failed is not None:
-        return [*said, f"{done.model}: {done.failed}"]
+        return f"{said}{done.model}: {done.failed}"
     count = f"{len(done.requests)} request{'' if len(done.requests) == 1 else 's'}"
-    text = f"{done.model}: {count}; {done.forgotten} forgotten, {done.already} already, "
-    place = [] if done.directory is None else [f"  release {done.release}: {done.directory}"]
-    return [*said, f"{text}{done.not_held} not held", *place]
+    text = f"{said}{done.model}: {count}; {done.forgotten} forgotten, {done.already} already, "
+    place = "" if done.directory is None else f"\n  release {done.release}: {done.directory}"
+    return f"{text}{done.not_held} not held{place}"
 
 
 @app.command()
@@ -120,12 +112,8 @@ def register(
     opened: Ledger, name: str,
     state: Annotated[Path | None, typer.Argument(help="Its folder, or a job's file.")] = None,
     releases: Annotated[Path | None, typer.Option(help="Default: STATE-releases.")] = None,
-    retire: Annotated[
-        str | None, typer.Option(metavar="REASON", help="Ask it no more: why nobody uses it.")
-    ] = None,
-    readmit: Annotated[
-        int | None, typer.Option(metavar="REQUEST", help="Its person is back on purpose.")
-    ] = None,
+    retire: Annotated[str | None, typer.Option(help="Ask it no more: why nobody uses it.")] = None,
+    readmit: Annotated[int | None, typer.Option(help="A request: its person may be back.")] = None,
 ) -> Result:  # fmt: skip
     """Register a model that may hold people; retire it; let somebody be in it again."""
     if sum(one is not None for one in (state, retire, readmit)) != 1:
@@ -153,16 +141,15 @@ def request(
     """File a request; the same again is the one that is there. Or end one."""
     if sum(one is not None for one in (person, refuse, withdraw)) != 1:
         raise InputError("give one of: PERSON, --refuse NUMBER, --withdraw NUMBER")
-    if person is None:
-        number = refuse if refuse is not None else withdraw
-        end = opened.refuse if refuse is not None else opened.withdraw
-        found = end(number or 0, reason or "")
-        return found.model_dump(mode="json"), f"request {number} is {found.state}", 0
-    given = {"model": model, "received": received, "due": due, "reason": reason}
-    found = opened.request(_read(person), **given)
-    how = "is filed" if found.new else "was filed before"
-    text = f"request {found.number} {how}; it is {found.state} and due {found.due}"
-    return found.model_dump(mode="json"), text, 0
+    if person is not None:
+        given = {"model": model, "received": received, "due": due, "reason": reason}
+        found = opened.request(_read(person), **given)
+        how = "is filed" if found.new else "was filed before"
+        text = f"request {found.number} {how}; it is {found.state} and due {found.due}"
+        return found.model_dump(mode="json"), text, 0
+    end = opened.withdraw if refuse is None else opened.refuse
+    found = end(refuse or withdraw or 0, reason or "")
+    return found.model_dump(mode="json"), f"request {found.number} is {found.state}", 0
 
 
 @command
@@ -173,8 +160,8 @@ def list_(
     """All requests, with their clocks."""
     found = [one.model_dump(mode="json") for one in opened.requests(state=state, model=model)]
     names = ("number", "state", "answer", "received", "due", "pace")
-    rows = [tuple(str(one[name] or "") for name in names) for one in found]
-    return {"requests": found}, _align(names, rows), 0
+    rows = [tuple(one[name] for name in names) for one in found]
+    return {"requests": found}, _align(names, *rows), 0
 
 
 @command
@@ -183,27 +170,23 @@ def work(
     most: Annotated[int | None, typer.Option(help="At most this many in one run.")] = None,
     least: Annotated[int, typer.Option(help="Wait for this many, unless one is due.")] = 1,
     days: Annotated[int, typer.Option(help="Due within so many days does not wait.")] = 7,
-    lease: Annotated[float, typer.Option(help="Seconds of silence of a dead worker.")] = SECONDS,
-    replay: Annotated[
-        bool, typer.Option("--replay", help="Forget again who came back, as from a backup.")
-    ] = False,
+    replay: Annotated[bool, typer.Option("--replay", help="Forget again who came back.")] = False,
 ) -> Result:  # fmt: skip
     """Forget all who asked, release, certify, and only then answer."""
     if replay:
         if model is None:
             raise InputError("--replay needs --model NAME")
-        done = opened.replay(model, lease=lease)
-        nobody = [f"{model} holds nobody who was forgotten"]
+        done = opened.replay(model)
+        nobody = f"{model} holds nobody who was forgotten"
         return asdict(done), nobody if done.release is None else _describe(done), 0
 
     def report(name: str, stage: str) -> None:
         typer.echo(f"{name}: {stage}", err=True)
 
-    given = {"most": most, "least": least, "days": days, "lease": lease}
-    rounds = opened.work(model, report=report, **given)
+    rounds = opened.work(model, report=report, most=most, least=least, days=days)
     waiting = sum(one.open + one.running for one in opened.models(model))
-    text = [line for one in rounds for line in _describe(one)]
-    text = text or [f"{waiting} requests wait" if waiting else "nothing to do"]
+    text = "\n".join(map(_describe, rounds))
+    text = text or (f"{waiting} requests wait" if waiting else "nothing to do")
     return {"done": [asdict(one) for one in rounds]}, text, int(any(one.failed for one in rounds))
 
 
@@ -211,28 +194,23 @@ def work(
 def verify(
     opened: Ledger,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the certificates.")] = False,
-    accept: Annotated[
-        str | None, typer.Option(help="Why to go on: an old copy was restored, the clock is right.")
-    ] = None,
-    state: Annotated[
-        str | None,
-        typer.Option(help="Only: is somebody here again who was forgotten? A model, or a copy."),
-    ] = None,
+    accept: Annotated[str | None, typer.Option(help="Why to go on from an old copy.")] = None,
+    state: Annotated[str | None, typer.Option(help="Only: who is in a state again?")] = None,
 ) -> Result:  # fmt: skip
     """The chain, the tables by the chain, anchors, certificates: 0 it holds, 1 what differs."""
     if state is not None:
         checked = opened.check(state)
-        text = [f"{checked.path} holds nobody of the {checked.forgotten} whom it forgot"]
+        text = f"{checked.path} holds nobody of the {checked.forgotten} whom it forgot"
         if numbers := ", ".join(map(str, checked.returned)):
-            text = [f"{checked.path} holds again who was forgotten by request {numbers}"]
-            text += [f"  forget them: expunge-ledger work --model {checked.model} --replay"]
+            text = f"{checked.path} holds again who was forgotten by request {numbers}\n"
+            text += f"  forget them: expunge-ledger work --model {checked.model} --replay"
         return asdict(checked), text, int(bool(numbers))
     if accept is not None:
         opened.accept(accept)
     found = opened.verify(certificates=not quick)
     text = f"the ledger holds: {found.events:,} events, {found.requests:,} requests, "
     text += f"{found.releases:,} releases; its last event is {found.head}"
-    return {"holds": True} | asdict(found), [text, *(f"  {one}" for one in found.said)], 0
+    return found.model_dump(), text, 0
 
 
 @command
@@ -258,7 +236,7 @@ def token(
     if name is None:
         found = [asdict(one) for one in opened.tokens()]
         rows = [(one["name"], one["role"], one["model"] or "all") for one in found]
-        return {"tokens": found}, _align(("token", "role", "models"), rows), 0
+        return {"tokens": found}, _align(("token", "role", "models"), *rows), 0
     if revoke:
         opened.revoke_token(name)
         return {}, f"the token {name} is revoked", 0
@@ -271,15 +249,11 @@ def token(
 def serve(
     opened: Ledger, host: str = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free.", min=0, max=65535)] = 8000,
-    name: Annotated[
-        list[str] | None, typer.Option(help="A host name people type, of a proxy with TLS.")
-    ] = None,
-    log: Annotated[bool, typer.Option(help="Print a line for each request.")] = True,
+    name: Annotated[list[str] | None, typer.Option(help="Of a proxy with TLS.")] = None,
 ) -> Result:  # fmt: skip
     """Serve a ledger: pages for people, a JSON API for programs, work in the background."""
     from expunge_ledger.server.app import run
 
-    if log:
-        logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.basicConfig(format="%(asctime)s %(message)s", level=logging.WARNING)
     run(opened, host=host, port=port, names=tuple(name or ()), say=typer.echo)
-    return {}, [], 0
+    return {}, "", 0

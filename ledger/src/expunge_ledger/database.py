@@ -6,22 +6,26 @@ Every transaction that writes begins by locking: ``BEGIN IMMEDIATE`` on SQLite, 
 
 from __future__ import annotations
 
+import copy
 import functools
+import hmac
+import os
 import sqlite3
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, select, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError, NoSuchModuleError
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
 
-from expunge import CertificateError, InputError, RunError
-from expunge_ledger.keys import Key
-from expunge_ledger.schema import BOOK, VERSION
-from expunge_ledger.tables import Tables
+from expunge import CertificateError, ExpungeError, InputError, RunError
+from expunge_ledger.chain import Anchor
+from expunge_ledger.keys import make_key, read_key
+from expunge_ledger.schema import BOOK, EVENTS, VERSION
+from expunge_ledger.tables import Tables, begin_book
 
 _VALID = "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
 _NOT_A_LEDGER = ("unable to open database file", "file is not a database")  # what SQLite says
@@ -30,8 +34,62 @@ _NOT_A_LEDGER = ("unable to open database file", "file is not a database")  # wh
 class Database:
     """An opened ledger and its key; ``by`` is the token on whose behalf it writes."""
 
-    def __init__(self, engine: Engine, key: Key, by: str | None = None) -> None:
-        self.engine, self.key, self.by = engine, key, by
+    by: str | None = None
+
+    def __init__(self, url: str, *, key: str | Path | None = None) -> None:
+        self.url = read_url(url)
+        file = find_file(self.url)
+        if file is not None and not file.is_file():
+            raise InputError(f"there is no ledger at {file}; make one with expunge-ledger init")
+        self.key_file, self.engine = _find_key(file, key), connect(self.url)
+        try:
+            check, ledger = _read_check(self.engine)
+            self.key = read_key(self.key_file)
+            if not hmac.compare_digest(check, self.key.tag("check", ledger)):
+                raise InputError(f"the key {self.key_file} is not the key of this ledger")  # noqa: TRY301
+        except BaseException:
+            self.engine.dispose()
+            raise
+
+    @classmethod
+    def create(cls, url: str, *, key: str | Path | None = None) -> Self:
+        """Make a ledger and its key; one that is there is opened."""
+        place = read_url(url)
+        file, engine = find_file(place), connect(place)
+        path, fresh = _find_key(file, key), False
+        try:
+            if file is not None and not file.exists():
+                with suppress(OSError):
+                    file.touch(0o600, exist_ok=False)
+                if not (fresh := file.exists()):
+                    raise InputError.of("ledger", url, "in a folder that exists")  # noqa: TRY301
+            upgrade(engine)
+            with connected(engine, writes=True) as connection:
+                if connection.execute(select(BOOK.c.id)).first() is None:
+                    begin_book(connection, make_key(path))
+        except BaseException:
+            if file is not None and fresh:
+                file.unlink()
+            raise
+        finally:
+            engine.dispose()
+        return cls(url, key=key)
+
+    def acting(self, by: str | None) -> Self:
+        """The same ledger, on behalf of a token, which its events then name."""
+        made = copy.copy(self)
+        made.by = by
+        return made
+
+    def close(self) -> None:
+        """Close the connections to the database."""
+        self.engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     @contextmanager
     def reading(self) -> Generator[Tables]:
@@ -47,6 +105,20 @@ class Database:
             tables = Tables(connection, self.key, self.by, writes=True)
             yield tables
             tables.flush()
+
+    @property
+    def anchor_file(self) -> Path:
+        """Where the end of the chain lies beside the key."""
+        return self.key_file.with_name(f"{self.key_file.name}.anchor")
+
+    def advance_anchor(self) -> None:
+        """Leave the end of the chain beside the key, unless this chain does not go through what is
+        there: that stays, for ``verify`` to find. Where none can be written, work goes on."""
+        with suppress(OSError, ExpungeError), self.reading() as tables:
+            own = Anchor.load(self.anchor_file)
+            hashes = select(EVENTS.c.hash).where(EVENTS.c.number == (own.events if own else 0))
+            if own is None or tables.connection.execute(hashes).scalar() == own.head:
+                tables.anchor().write(self.anchor_file)
 
 
 def read_url(url: str) -> URL:
@@ -74,15 +146,19 @@ def find_file(url: URL) -> Path | None:
     return Path(url.database or "") if url.get_backend_name() == "sqlite" else None
 
 
+def _find_key(file: Path | None, key: str | Path | None) -> Path:
+    given = key or os.environ.get("EXPUNGE_LEDGER_KEY")
+    if not given and file is None:
+        raise InputError("a ledger on PostgreSQL needs --key FILE or EXPUNGE_LEDGER_KEY")
+    return Path(given or f"{file}.key")
+
+
 def connect(url: URL) -> Engine:
     """The engine; what it reports never shows the values of a statement."""
     file = find_file(url)
-    try:
-        if file is None:
-            return create_engine(url, hide_parameters=True, pool_pre_ping=True)
-        engine = create_engine(url, hide_parameters=True, creator=lambda: _open_file(file))
-    except NoSuchModuleError:
-        raise InputError.of("ledger", url.render_as_string(), _VALID) from None
+    if file is None:
+        return create_engine(url, hide_parameters=True, pool_pre_ping=True)
+    engine = create_engine(url, hide_parameters=True, creator=lambda: _open_file(file))
     event.listen(engine, "checkout", functools.partial(_check_file, file))
     event.listen(engine, "begin", _begin)
     return engine
@@ -133,19 +209,20 @@ def connected(engine: Engine, **options: Any) -> Generator[Connection]:
         raise RunError(f"the ledger {place} did not answer ({reason}); nothing changed") from None
 
 
-def check_version(engine: Engine) -> None:
-    """Refuse tables of another version, and say what to do."""
-    place, found, made = engine.url.render_as_string(), None, False
+def _read_check(engine: Engine) -> tuple[str, str]:
+    """What tells the key of a ledger, and its name; tables of another version are refused."""
+    place, version, found = engine.url.render_as_string(), None, None
     with connected(engine) as connection:
         if inspect(connection).has_table("alembic_version"):
-            found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
-            made = connection.execute(select(BOOK.c.id)).first() is not None
-    if not made:
+            version = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+            found = connection.execute(select(BOOK.c.check, BOOK.c.ledger)).one_or_none()
+    if found is None:
         raise InputError(f"there is no ledger at {place}; make one with expunge-ledger init")
-    if found != VERSION:
+    if version != VERSION:
         raise CertificateError(
-            f"the ledger {place} is of version {found}; this expunge-ledger knows {VERSION} alone"
+            f"the ledger {place} is of version {version}; this expunge-ledger knows {VERSION} alone"
         )
+    return found.check, found.ledger
 
 
 def upgrade(engine: Engine) -> None:

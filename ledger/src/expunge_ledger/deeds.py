@@ -15,22 +15,12 @@ from sqlalchemy import Table
 
 from expunge import VerificationError
 from expunge_ledger.chain import Event
-from expunge_ledger.schema import (
-    BOOK,
-    EVENTS,
-    FILINGS,
-    MODELS,
-    RELEASES,
-    REQUESTS,
-    TOKENS,
-    WORK,
-)  # fmt: skip
+from expunge_ledger.schema import BOOK, EVENTS, FILINGS, MODELS, RELEASES, REQUESTS, TOKENS, WORK
 
 Row = dict[str, Any]
-KEYS = {
-    table: tuple(column.name for column in table.primary_key)
-    for table in (MODELS, REQUESTS, WORK, RELEASES, TOKENS, FILINGS, BOOK, EVENTS)
-}
+CHANGING = (REQUESTS, WORK, FILINGS, RELEASES, TOKENS, MODELS)
+KEYS = {table: [one.name for one in table.primary_key] for table in (*CHANGING, BOOK, EVENTS)}
+NAMES = {table: [one.name for one in table.columns if one.name != "mac"] for table in KEYS}
 BUCKETS, LIVE = 1024, ("open", "running")
 FORGOTTEN, ALREADY, NOT_HELD = "forgotten", "already forgotten", "not held"
 HELD_IN_NONE, WITHDRAWN = "held in none", "model withdrawn"
@@ -48,18 +38,18 @@ class Rows:
         return self.rows[table].get(key)
 
     def put(self, table: Table, row: Row) -> None:
-        self.rows[table][tuple(row[name] for name in KEYS[table])] = row
+        self.rows[table][find_key(table, row)] = row
         if table is REQUESTS:
             self.people[row["person"]].add(row["number"])
-
-    def drop(self, table: Table, *key: Any) -> None:
-        self.rows[table][key] = None
 
     def load(self, requests: Iterable[int]) -> None:
         """Everything is here already."""
 
+    def all(self, table: Table) -> list[Row]:
+        return [row for row in self.rows[table].values() if row is not None]
+
     def models(self) -> list[Row]:
-        return [row for row in self.rows[MODELS].values() if row is not None]
+        return self.all(MODELS)
 
     def parts(self, request: int) -> list[Row]:
         """What a request asks of each model."""
@@ -69,13 +59,32 @@ class Rows:
 
     def waiting(self) -> list[int]:
         """The open requests that ask all models."""
-        rows = filter(None, self.rows[REQUESTS].values())
-        return [r["number"] for r in rows if r["state"] == "open" and r["scope"] == 0]
+        rows = self.all(REQUESTS)
+        return sorted(r["number"] for r in rows if r["state"] == "open" and r["scope"] == 0)
 
     def live(self, model: Row) -> list[Row]:
         """The open and running parts of a model."""
-        rows = filter(None, self.rows[WORK].values())
+        rows = self.all(WORK)
         return [r for r in rows if r["model"] == model["id"] and r["state"] in LIVE]
+
+
+def find_key(table: Table, row: Row) -> tuple[Any, ...]:
+    """What a row is found by."""
+    return tuple(row[name] for name in KEYS[table])
+
+
+def find_bucket(person: str) -> int:
+    """One of 1,024, by the keyed hash of a person.
+
+    >>> find_bucket("00f" + "0" * 61)
+    240
+    """
+    return int(person[:4], 16) % BUCKETS
+
+
+def broken(what: str) -> VerificationError:
+    """The one error of a ledger that was bent."""
+    return VerificationError(f"the ledger does not hold: {what}")
 
 
 def conclude(outcomes: Sequence[str], all_models: bool) -> str:
@@ -91,16 +100,21 @@ def conclude(outcomes: Sequence[str], all_models: bool) -> str:
 
 def apply(rows: Rows, event: Event) -> None:
     """Change the rows as an event says, if it follows from those before."""
-    body = event.body
+    body, at = event.body, event.at
     match event.kind:
         case "registered":
-            _register(rows, event)
+            models, asked = rows.models(), rows.waiting()
+            _check(all(row["name"] != body["model"] for row in models), "the model is there")
+            _check(asked == body["requests"], "it leaves requests out")
+            new, facts = len(models) + 1, {"name": body["model"], "registered": at}
+            rows.put(MODELS, _make(MODELS, body | facts | {"id": new, "finished": 0}))
+            for number in asked:
+                _ask(rows, _need(rows, REQUESTS, number), new)
         case "requested":
             _request(rows, event)
         case "filed":
             asked = _need(rows, REQUESTS, body["request"])
-            facts = {name: asked[name] for name in ("number", "bucket")}
-            rows.put(FILINGS, {"token": body["by"], "request": facts.pop("number")} | facts)
+            rows.put(FILINGS, _make(FILINGS, asked | body | {"token": body["by"]}))
         case "hastened":
             asked = _need_open(rows, body["request"])
             _check(body["due"] < asked["due"], "it is not due earlier")
@@ -118,15 +132,14 @@ def apply(rows: Rows, event: Event) -> None:
             _check(model["begun"] == body["release"], "this release had not begun")
             for number in json.loads(made["requests"]):
                 _move(rows, model, number, "running", {"state": "open"}, ("done",))
-            rows.drop(RELEASES, model["id"], body["release"])
+            rows.rows[RELEASES][find_key(RELEASES, made)] = None
             rows.put(MODELS, model | {"begun": None})
         case "released":
             _release(rows, event)
         case "refused" | "withdrawn":
             asked, parts = _need_open(rows, body["request"]), rows.parts(body["request"])
             _check(all(part["state"] != "running" for part in parts), "it is being worked on")
-            facts = {"state": event.kind, "ended": event.at, "why": body["reason"]}
-            rows.put(REQUESTS, asked | facts)
+            rows.put(REQUESTS, asked | {"state": event.kind, "ended": at, "why": body["reason"]})
             for part in parts:
                 if part["state"] == "open":
                     rows.put(WORK, part | {"state": "ended"})
@@ -135,18 +148,20 @@ def apply(rows: Rows, event: Event) -> None:
             _check(model["retired"] is None and model["begun"] is None, "the model is not free")
             owed = sorted(part["request"] for part in rows.live(model))
             _check(owed == body["requests"], "it leaves requests out")
-            rows.put(MODELS, model | {"retired": event.at})
-            for number in owed:
-                _move(rows, model, number, "open", {"state": "done", "outcome": WITHDRAWN})
-            _answer(rows, owed, event.at)
+            rows.put(MODELS, model | {"retired": at})
+            done = {"state": "done", "outcome": WITHDRAWN}
+            _answer(rows, model, dict.fromkeys(owed, done), "open", at)
         case "seen":
             rows.put(MODELS, find_model(rows, body["model"]) | {"seen": body["digest"]})
         case "readmitted":
-            model = find_model(rows, body["model"])
-            part = _need(rows, WORK, body["request"], model["id"])
-            rows.put(WORK, part | {"readmitted": event.at})
+            part = _need(rows, WORK, body["request"], find_model(rows, body["model"])["id"])
+            rows.put(WORK, part | {"readmitted": at})
         case "token":
-            _change_token(rows, event)
+            old = rows.get(TOKENS, body["name"])
+            used = old is not None and old["revoked"] is None
+            _check(used == (body["did"] == "revoked"), "there is a token of this name, or none")
+            new = (old or {}) | {"revoked": at} if used else body | {"created": at}
+            rows.put(TOKENS, _make(TOKENS, new))
         case kind:
             _check(kind in ("created", "accepted"), f"nothing is known of events {kind!r}")
 
@@ -159,120 +174,78 @@ def find_model(rows: Rows, name: str) -> Row:
     raise broken(f"there is no model {name}")
 
 
-def find_bucket(person: str) -> int:
-    """One of 1,024, by the keyed hash of a person.
-
-    >>> find_bucket("00f" + "0" * 61)
-    240
-    """
-    return int(person[:4], 16) % BUCKETS
-
-
-def broken(what: str) -> VerificationError:
-    """The one error of a ledger that was bent."""
-    return VerificationError(f"the ledger does not hold: {what}")
-
-
-def _register(rows: Rows, event: Event) -> None:
-    body, models = event.body, rows.models()
-    _check(all(row["name"] != body["model"] for row in models), "the model is there already")
-    facts = {name: body[name] for name in ("kind", "path", "folder", "identity")}
-    model: Row = {"id": len(models) + 1, "name": body["model"], "registered": event.at} | facts
-    model |= dict.fromkeys(("retired", "begun", "seen", "generation")) | {"finished": 0}
-    rows.put(MODELS, model)
-    asked = sorted(rows.waiting())
-    _check(asked == body["requests"], "it leaves requests out")
-    for number in asked:
-        _ask(rows, _need(rows, REQUESTS, number), model["id"])
-
-
 def _request(rows: Rows, event: Event) -> None:
     body, models = event.body, [row for row in rows.models() if row["retired"] is None]
     rows.book["requests"] += 1
     _check(rows.book["requests"] == body["request"], "its number is not the next")
     chosen = [row for row in models if body["model"] in (None, row["name"])]
     _check([row["name"] for row in chosen] == body["models"], "it leaves models out")
-    facts = {name: body[name] for name in ("person", "received", "due", "reason")}
-    asked: Row = facts | {"number": body["request"], "bucket": find_bucket(body["person"])}
-    asked |= {"scope": 0 if body["model"] is None else chosen[0]["id"], "filed": event.at}
-    asked |= {"state": "open"} | dict.fromkeys(("answer", "ended", "why"))
+    facts = {"number": body["request"], "bucket": find_bucket(body["person"]), "state": "open"}
+    facts |= {"scope": 0 if body["model"] is None else chosen[0]["id"], "filed": event.at}
+    asked = _make(REQUESTS, body | facts)
     rows.put(REQUESTS, asked)
     for model in chosen:
         _ask(rows, asked, model["id"])
 
 
 def _ask(rows: Rows, asked: Row, model: int) -> None:
-    part = {"request": asked["number"], "model": model, "bucket": asked["bucket"]}
-    part |= {"due": asked["due"], "state": "open"}
-    rows.put(WORK, part | dict.fromkeys(("outcome", "release", "readmitted")))
+    rows.put(WORK, _make(WORK, asked | {"request": asked["number"], "model": model}))
 
 
 def _settle(rows: Rows, event: Event) -> None:
     """Who was forgotten already is named by the release that is said to have done it."""
-    body, model = event.body, find_model(rows, event.body["model"])
-    for number, (outcome, release) in body["outcomes"].items():
+    model, found = find_model(rows, event.body["model"]), dict[int, Row]()
+    for number, (outcome, release) in event.body["outcomes"].items():
         if outcome == ALREADY:
             made = _need(rows, RELEASES, model["id"], release)
             person = _need(rows, REQUESTS, int(number))["person"]
             named = (_need(rows, REQUESTS, n)["person"] for n in json.loads(made["requests"]))
             fits = made["state"] == "finished" and person in named
             _check(fits, f"release {release} does not name request {number}")
-        done = {"state": "done", "outcome": outcome, "release": release}
-        _move(rows, model, int(number), "open", done)
-    _answer(rows, map(int, body["outcomes"]), event.at)
+        found[int(number)] = {"state": "done", "outcome": outcome, "release": release}
+    _answer(rows, model, found, "open", event.at)
 
 
 def _begin(rows: Rows, event: Event) -> None:
     """A release begins, or the one that has begun names more people."""
     body, model = event.body, find_model(rows, event.body["model"])
-    _check(model["begun"] in (None, body["release"]), "another release had begun")
     made = rows.get(RELEASES, model["id"], body["release"])
-    named = [] if made is None else json.loads(made["requests"])
-    _check((model["begun"] is None) == (made is None), "the number is of another release")
+    fits = (model["begun"] is None) == (made is None) and model["begun"] in (None, body["release"])
+    _check(fits, "another release had begun, or has this number")
     if made is None:
-        made = {"model": model["id"], "number": body["release"], "state": "begun"}
-        made |= {"directory": body["directory"], "replay": body["replay"], "begun": event.at}
-        made |= dict.fromkeys(("finished", "certificate", "parent"))
+        facts = {"model": model["id"], "number": body["release"], "state": "begun"}
+        made = _make(RELEASES, body | facts | {"begun": event.at, "requests": "[]"})
         rows.put(MODELS, model | {"begun": body["release"]})
     for number in body["requests"]:
         _move(rows, model, number, "open", {"state": "running"}, ("running", "done"))
-    named = json.dumps(sorted({*named, *body["requests"]}))
+    named = json.dumps(sorted({*json.loads(made["requests"]), *body["requests"]}))
     rows.put(RELEASES, made | {"requests": named, "replay": max(made["replay"], body["replay"])})
 
 
 def _release(rows: Rows, event: Event) -> None:
     body, model = event.body, find_model(rows, event.body["model"])
     made = _need(rows, RELEASES, model["id"], body["release"])
-    begun = model["begun"] == body["release"] and made["state"] == "begun"
-    named = json.loads(made["requests"])
-    _check(begun and named == body["requests"], "it answers others than it names")
+    begun, named = model["begun"] == body["release"], json.loads(made["requests"])
+    fits = begun and made["state"] == "begun" and named == body["requests"]
+    _check(fits, "it answers others than it names")
     facts = {name: body[name] for name in ("certificate", "parent")}
     rows.put(RELEASES, made | facts | {"state": "finished", "finished": event.at})
     ended = {"begun": None, "finished": body["release"], "generation": body["generation"]}
     rows.put(MODELS, model | ended)
     done = {"state": "done", "outcome": FORGOTTEN, "release": body["release"]}
-    for number in named:
-        _move(rows, model, number, "running", done, ("done",))
-    _answer(rows, named, event.at)
+    _answer(rows, model, dict.fromkeys(named, done), "running", event.at, ("done",))
 
 
-def _answer(rows: Rows, requests: Iterable[int], at: str) -> None:
-    """Answer those of the requests of which every model has done its part."""
-    for number in requests:
+def _answer(
+    rows: Rows, model: Row, found: dict[int, Row], before: str, at: str, other: Sequence[str] = ()
+) -> None:
+    """A model has done its part in some requests; where it was the last, they are answered."""
+    for number, after in found.items():
+        _move(rows, model, number, before, after, other)
         asked, parts = _need(rows, REQUESTS, number), rows.parts(number)
         if asked["state"] == "open" and all(part["state"] == "done" for part in parts):
             answer = conclude([part["outcome"] for part in parts], asked["scope"] == 0)
             rows.put(REQUESTS, asked | {"state": "answered", "answer": answer, "ended": at})
-
-
-def _change_token(rows: Rows, event: Event) -> None:
-    body = event.body
-    old = rows.get(TOKENS, body["name"])
-    used = old is not None and old["revoked"] is None
-    _check(used == (body["did"] == "revoked"), "there is a token of this name, or none")
-    facts = {name: body[name] for name in ("name", "role", "model", "hash") if name in body}
-    new = facts | {"created": event.at, "revoked": None}
-    rows.put(TOKENS, (old or {}) | {"revoked": event.at} if used else new)
 
 
 def _move(
@@ -283,6 +256,11 @@ def _move(
     _check(part["state"] in (before, *other), f"request {number} does not wait for this")
     if part["state"] == before:
         rows.put(WORK, part | after)
+
+
+def _make(table: Table, facts: Row) -> Row:
+    """A row of a table from what is known; the rest is empty."""
+    return {name: facts.get(name) for name in NAMES[table]}
 
 
 def _need(rows: Rows, table: Table, *key: Any) -> Row:

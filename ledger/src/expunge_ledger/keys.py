@@ -22,8 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 import expunge
 from expunge import InputError, VerificationError
 
-_NONCE = 12
-MOST_TEXT = 1024
+_NONCE, MOST_TEXT = 12, 1024
 
 
 def read_person(identifier: object) -> str:
@@ -76,7 +75,7 @@ class Key:
             raise VerificationError("a sealed text of the ledger was changed or moved") from None
 
     def _make_cipher(self) -> AESGCM:
-        return AESGCM(hmac.digest(self.secret, b"expunge/seal\0", "sha256"))
+        return AESGCM(bytes.fromhex(self.tag("seal", "")))
 
 
 def make_key(path: Path) -> Key:
@@ -102,10 +101,8 @@ def read_key(path: Path) -> Key:
         )
     if os.name == "posix" and path.stat().st_mode & 0o077:
         raise InputError(f"the key {path} can be read by others; chmod 600 it")
-    with path.open("rb") as file:
-        raw = file.read(1000)
     try:
-        secret = bytes.fromhex(raw.strip().decode())
+        secret = bytes.fromhex(path.read_text("ascii"))
     except ValueError:
         secret = b""
     if len(secret) != 32:

@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import hmac
-import os
-from contextlib import suppress
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from sqlalchemy import select
+from sqlalchemy import insert, select
 
-from expunge import ExpungeError, InputError, RunError
-from expunge_ledger import database, models, registry, requests, work
+from expunge import InputError
+from expunge_ledger import evidence, models, registry, requests, work
 from expunge_ledger.chain import Anchor, Event
-from expunge_ledger.database import Database, connected
+from expunge_ledger.database import Database
 from expunge_ledger.deeds import WITHDRAWN
-from expunge_ledger.exporting import export_person
-from expunge_ledger.keys import make_key, read_key
-from expunge_ledger.leases import SECONDS, Lease
-from expunge_ledger.registry import Model, Token, need_model
-from expunge_ledger.requests import Request, check_reason, list_requests
-from expunge_ledger.schema import BOOK, WORK
-from expunge_ledger.tables import begin_book
-from expunge_ledger.verification import Verified, accept, verify_ledger
-from expunge_ledger.work import Batching, Done, Report
+from expunge_ledger.registry import Model, Role, Token, check_name, list_tokens, need_model
+from expunge_ledger.requests import Request, check_reason, show_requests
+from expunge_ledger.schema import LEASES, WORK
+from expunge_ledger.work import Done, Worker
 
 
 @dataclass(frozen=True)
@@ -55,79 +47,34 @@ class Ledger(Database):
     (1, 'open', 'on time', 1, False)
     """
 
-    def __init__(self, url: str, *, key: str | Path | None = None) -> None:
-        self.url = database.read_url(url)
-        file = database.find_file(self.url)
-        if file is not None and not file.is_file():
-            raise InputError(f"there is no ledger at {file}; make one with expunge-ledger init")
-        self.key_file, engine = _find_key(file, key), database.connect(self.url)
-        try:
-            database.check_version(engine)
-            super().__init__(engine, read_key(self.key_file))
-            with connected(engine) as connection:
-                book = connection.execute(select(BOOK.c.ledger, BOOK.c.check)).one()
-            if not hmac.compare_digest(book.check, self.key.tag("check", book.ledger)):
-                raise InputError(f"the key {self.key_file} is not the key of this ledger")  # noqa: TRY301
-        except BaseException:
-            engine.dispose()
-            raise
-
-    @classmethod
-    def create(cls, url: str, *, key: str | Path | None = None) -> Ledger:
-        """Make a ledger and its key; one that is there is opened."""
-        place = database.read_url(url)
-        file, fresh, engine = database.find_file(place), False, database.connect(place)
-        path = _find_key(file, key)
-        try:
-            if file is not None and not file.exists():
-                with suppress(OSError):
-                    os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-                    fresh = True
-                if not fresh:
-                    raise InputError.of("ledger", url, "in a folder that exists")  # noqa: TRY301
-            database.upgrade(engine)
-            with connected(engine, writes=True) as connection:
-                if connection.execute(select(BOOK.c.id)).first() is None:
-                    begin_book(connection, make_key(path))
-        except BaseException:
-            engine.dispose()
-            if file is not None and fresh:
-                file.unlink()
-            raise
-        engine.dispose()
-        return cls(url, key=key)
-
-    def acting(self, by: str) -> Ledger:
-        """The same ledger, on behalf of a token, which its events then name."""
-        made = copy.copy(self)
-        made.by = by
-        return made
-
-    def close(self) -> None:
-        """Close the connections to the database."""
-        self.engine.dispose()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
     def register(
         self, name: str, state: str | Path, *, releases: str | Path | None = None
     ) -> Model:
         """Register a state, or the file of a job, whose data have everybody its old weights were
-        trained on; ``releases`` is the folder for its releases."""
+        trained on; ``releases`` is the folder for its releases. Requests that are open and ask all
+        models ask it too."""
+        check_name(name)
         path = Path(state).absolute()
         if not path.exists():
             raise InputError.of("state", str(state), "a folder of learn or save, or a job's file")
         found = models.Model(path)
-        folder = path.with_name(f"{path.name}-releases") if releases is None else Path(releases)
+        given = path.with_name(f"{path.name}-releases") if releases is None else Path(releases)
+        facts = {"name": name, "path": str(path), "folder": str(given.absolute())}
         with self.writing() as tables:
-            registry.register_model(tables, name, found, folder.absolute())
+            rows = tables.models()
+            if any(facts.items() <= row.items() for row in rows):
+                need_model(tables, name, used=True)
+            else:
+                _check_places(found, facts, rows)
+                tables.record(
+                    "registered", model=name, kind=found.kind, path=facts["path"],
+                    folder=facts["folder"], identity=found.identity, requests=tables.waiting(),
+                )  # fmt: skip
+                row = {"model": len(rows) + 1, "until": 0.0}
+                tables.connection.execute(insert(LEASES).values(**row))
         if found.kind == "job":
             registry.add_seen(self, name, found.everybody, found.hash_weights())
-        self._advance_anchor()
+        self.advance_anchor()
         return self.models(name)[0]
 
     def request(self, person: object, **given: Any) -> Request:
@@ -135,20 +82,28 @@ class Ledger(Database):
         a month later by default, ``reason=``. The same again is the one that is there."""
         with self.writing() as tables:
             number, new = requests.file_request(tables, person, **given)
-            (found,) = list_requests(tables, [number])
+            (found,) = show_requests(tables, [number])
         return found.model_copy(update={"new": new})
 
-    def requests(self, *, person: object = None, **given: Any) -> tuple[Request, ...]:
-        """Requests by number: ``state=``, ``model=``, ``after=`` a number, at ``most=`` so many."""
-        hashed = None if person is None else self.key.hash_person(person)
+    def requests(
+        self, *, person: object = None, state: str | None = None, model: str | None = None,
+        after: int = 0, most: int | None = None,
+    ) -> tuple[Request, ...]:  # fmt: skip
+        """Requests by number, ``after`` a number, at ``most`` so many."""
+        if state is not None and state not in requests.STATES:
+            raise InputError.of("state", state, "one of " + ", ".join(requests.STATES))
+        about = [] if person is None else [requests.is_about(self.key.hash_person(person))]
         with self.reading() as tables:
-            numbers = requests.choose_numbers(tables, person=hashed, **given)
-            return list_requests(tables, numbers)
+            seen = requests.look_up(tables, *about, model=model)
+            chosen = select(seen.c.number).where(seen.c.number > after)
+            chosen = chosen if state is None else chosen.where(seen.c.state == state)
+            numbers = tables.connection.execute(chosen.order_by(seen.c.number).limit(most))
+            return tuple(show_requests(tables, numbers.scalars().all()))
 
     def get(self, number: int) -> Request:
         """One request; :class:`InputError` if there is none of this number."""
         with self.reading() as tables:
-            for found in list_requests(tables, [number] * (0 < number <= requests.MOST_NUMBER)):
+            for found in show_requests(tables, [number] * (0 < number <= requests.MOST_NUMBER)):
                 return found
         raise InputError.of("request", number, "the number of a request of this ledger")
 
@@ -177,28 +132,30 @@ class Ledger(Database):
     def events(self, *, request: int | None = None) -> tuple[Event, ...]:
         """The chain of events; or those of one request."""
         with self.reading() as tables:
-            return tuple(tables.events(request))
+            return tuple(tables.events() if request is None else tables.find_events(request))
 
     def anchor(self) -> Anchor:
         """Where the chain ends now."""
         with self.reading() as tables:
             return tables.anchor()
 
-    def work(
-        self, model: str | None = None, *, report: Report = lambda model, stage: None, **given: Any
-    ) -> tuple[Done, ...]:
+    def work(self, model: str | None = None, **given: Any) -> tuple[Done, ...]:
         """One round on ``model``, or on all: forget who is asked for, release, answer; at ``most=``
         so many requests each, once there are ``least=`` or one is due within ``days=``. ``lease=``
-        is how many seconds a worker may be silent before another goes on."""
-        batching = Batching(**given)
+        is how many seconds a worker may be silent before another goes on; ``report=`` is called
+        with a model's name and how far it is."""
         with self.reading() as tables:
             names = [row["name"] for row in tables.models() if row["retired"] is None]
         chosen = names if model is None else [model]
-        found = [work.work_on(self, name, batching, report) for name in chosen]
+        found = (Worker(self, name, **given).work() for name in chosen)
         done = tuple(one for one in found if one is not None)
         if done:
-            self._advance_anchor()
+            self.advance_anchor()
         return done
+
+    def replay(self, model: str) -> Done:
+        """Forget again who came back into a model's state, as from a backup."""
+        return Worker(self, model).replay()
 
     def retire(self, model: str, withdrawn: str) -> tuple[int, ...]:
         """No request asks a model any more; ``withdrawn`` says why nobody uses it. The numbers of
@@ -213,7 +170,7 @@ class Ledger(Database):
             tag = self.key.tag(WITHDRAWN, withdrawn)
             tables.record("retired", model=model, withdrawn=tag, requests=numbers)
             requests.drop_names(tables, numbers)
-        self._advance_anchor()
+        self.advance_anchor()
         return tuple(numbers)
 
     def check(self, state: str | Path) -> Checked:
@@ -232,29 +189,9 @@ class Ledger(Database):
         if same[0]["kind"] == "job":
             raise InputError.of("state", str(state), "a state: a job keeps the forgotten out")
         forgotten = work.list_forgotten(self, same[0])
-        back = models.Model(path).find(forgotten)
-        numbers = sorted({number for name in back for number in forgotten[name]})
+        returned = work.find_returned(self, same[0], models.Model(path))
+        numbers = sorted({number for one in returned.values() for number in one})
         return Checked(same[0]["name"], path, len(forgotten), tuple(numbers))
-
-    def replay(self, model: str, *, lease: float = SECONDS) -> Done:
-        """Forget again who came back into a model's state, as from a backup."""
-        done = Done(model)
-        with self.reading() as tables:
-            row = need_model(tables, model, used=True)
-        mine = Lease(self, row["id"], lease)
-        with mine.taken() as taken:
-            if not taken:
-                raise RunError(f"another worker is at work on {model}; try again when it is done")
-            for _ in range(2):  # a release that is on disk already names nobody more: the next does
-                found = work.open_model(row)
-                if returned := self.check(row["path"]).returned:
-                    with self.writing() as tables:
-                        now = need_model(tables, model)
-                        place = Path(now["folder"]) / f"{now['begun'] or 0:04d}"
-                        if not models.is_written(place):
-                            work.begin(tables, now, list(returned), replay=1)
-                done = work.finish(mine, model, found, done, lambda name, stage: None)
-        return done
 
     def readmit(self, number: int, model: str) -> None:
         """The person of this request is back in a model on purpose, and may stay. Only of somebody
@@ -272,50 +209,74 @@ class Ledger(Database):
                 tables.record("readmitted", request=number, model=model)
 
     def make_token(self, name: str, role: str, model: str | None = None) -> str:
-        """A new token for the server, for ``model`` alone or for all; it is not kept."""
+        """A new token for the server, for ``model`` alone or for all: 256 random bits, so there is
+        nothing to guess; only a keyed hash is kept."""
+        check_name(name)
+        if role not in get_args(Role):
+            raise InputError.of("role", role, "one of " + ", ".join(get_args(Role)))
+        secret = "expunge_" + secrets.token_urlsafe(32)
+        hashed = self.key.tag("token", registry.hash_token(secret))
         with self.writing() as tables:
-            return registry.make_token(tables, name, role, model)
+            if any(one.name == name for one in list_tokens(tables)):
+                raise InputError.of("name", name, "new: there is a token of this name")
+            if model is not None:
+                need_model(tables, model)
+            tables.record("token", did="made", name=name, role=role, model=model, hash=hashed)
+        return secret
 
     def revoke_token(self, name: str) -> None:
         """From now on the token opens nothing; what was filed with it stays."""
         with self.writing() as tables:
-            registry.revoke_token(tables, name)
+            names = [one.name for one in list_tokens(tables)]
+            if name not in names:
+                raise InputError.of("name", name, f"one of {names}")
+            tables.record("token", did="revoked", name=name)
 
     def tokens(self) -> tuple[Token, ...]:
         """All tokens that open something, by name."""
         with self.reading() as tables:
-            return registry.list_tokens(tables)
+            return list_tokens(tables)
 
-    def verify(self, *, certificates: bool = True) -> Verified:
+    def find_token(self, hashed: str) -> Token | None:
+        """The token of which this is :func:`hash_token`, if it opens something."""
+        with self.reading() as tables:
+            return next(iter(list_tokens(tables, hashed)), None)
+
+    def verify(self, *, certificates: bool = True) -> evidence.Verified:
         """The chain, the tables by the chain, the anchors and the certificates; or what differs."""
-        return verify_ledger(self, self._anchor_file, certificates=certificates)
+        return evidence.verify_ledger(self, certificates=certificates)
 
     def accept(self, reason: str) -> tuple[str, ...]:
         """An older copy of the database was restored knowingly, or the clock is right: go on."""
         check_reason(reason, "why the ledger is to go on from here")
-        return accept(self, self._anchor_file, reason)
+        with self.writing() as tables:
+            hashes = {event.number: event.hash for event in tables.events()}
+            anchors = [one for one in evidence.list_beside(self, tables).values() if one]
+            lost = sorted({one.head for one in anchors if hashes.get(one.events) != one.head})
+            tables.record("accepted", anchors=lost, reason=self.key.tag("accepted", reason))
+        return tuple(lost)
 
     def export(self, person: object) -> bytes:
         """A zip of the evidence about a person: requests, events, certificates."""
-        found = export_person(self, person)
-        self._advance_anchor()
+        found = evidence.export_person(self, person)
+        self.advance_anchor()
         return found
 
-    @property
-    def _anchor_file(self) -> Path:
-        return self.key_file.with_name(f"{self.key_file.name}.anchor")
 
-    def _advance_anchor(self) -> None:
-        """Leave the end of the chain beside the key, unless this chain does not go through what is
-        there: that stays, for ``verify`` to find. Where none can be written, work goes on."""
-        with suppress(OSError, ExpungeError), self.reading() as tables:
-            own = Anchor.load(self._anchor_file)
-            if own is None or tables.goes_through(own):
-                work.write_anchor(self._anchor_file, tables.anchor())
-
-
-def _find_key(file: Path | None, key: str | Path | None) -> Path:
-    given = key or os.environ.get("EXPUNGE_LEDGER_KEY")
-    if not given and file is None:
-        raise InputError("a ledger on PostgreSQL needs --key FILE or EXPUNGE_LEDGER_KEY")
-    return Path(given or f"{file}.key")
+def _check_places(found: models.Model, facts: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """A model's name, state and folder are no other's."""
+    folder = Path(facts["folder"]).resolve()
+    states = [Path(row["path"]) for row in rows if row["kind"] == "state"]
+    for state in [found.path] * (found.kind == "state") + states:
+        if folder.is_relative_to(state.resolve()):
+            raise InputError.of("releases", facts["folder"], f"outside of the state {state}")
+    for row in rows:
+        other = f"another: the model {row['name']} has it"
+        for field, given in facts.items():
+            if row[field] == given:
+                raise InputError.of(field, given, other)
+        if Path(row["folder"]).resolve() == folder:
+            raise InputError.of("releases", facts["folder"], other)
+        if found.kind == "state" and row["identity"] == found.identity:
+            valid = f"no copy of that of the model {row['name']}: a copy may hold whom it forgot"
+            raise InputError.of("state", facts["path"], f"{valid}; restore it at {row['path']}")

@@ -36,9 +36,8 @@ class Model:
     def opened(self) -> Any:
         """What expunge gives for it, with everything there that its manifest names: who is not
         found in a state that lost rows may have been in those."""
-        manifest = self.path / "manifest.json"
         try:
-            named = json.loads(manifest.read_bytes())["files"] if manifest.is_file() else {}
+            named = json.loads(self._manifest)["files"] if self._manifest else {}
             for one in named.values():
                 if (self.path / one["file"]).stat().st_size != one["size"]:
                     raise ValueError(f"{one['file']} is not what was written")  # noqa: TRY301
@@ -47,6 +46,11 @@ class Model:
             raise
         except (OSError, ValueError, KeyError) as error:
             raise CertificateError(f"{self.kind} {self.path} is damaged: {error}") from None
+
+    @property
+    def _manifest(self) -> bytes:
+        manifest = self.path / "manifest.json"
+        return manifest.read_bytes() if manifest.is_file() else b""
 
     @property
     def identity(self) -> str:
@@ -60,9 +64,7 @@ class Model:
         a backup was restored; None of a job."""
         if self.kind == "job":
             return None
-        manifest = self.path / "manifest.json"
-        content = manifest.read_bytes() if manifest.is_file() else b""
-        return hash_bytes(f"{self.opened.generation} ".encode() + content)
+        return hash_bytes(f"{self.opened.generation} ".encode() + self._manifest)
 
     @property
     def everybody(self) -> frozenset[str]:
@@ -74,7 +76,7 @@ class Model:
         return frozenset(self.opened.holds(sorted(people))) if people else frozenset()
 
     def find_forgotten(self, people: Collection[str]) -> frozenset[str]:
-        """Those of the people whom it remembers as forgotten, whoever asked for that."""
+        """Those of the people whom a state remembers as forgotten, whoever asked for that."""
         asked = sorted(people) if self.kind == "state" else []
         return frozenset(self.opened.forgot(asked)) if asked else frozenset()
 
@@ -153,8 +155,8 @@ def is_touched(directory: Path) -> bool:
 
 def add_mark(directory: Path, signed: str) -> None:
     """Say that the ledger's own run made a release; slow workers may have made several."""
-    handle = os.open(find_mark(directory), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    with os.fdopen(handle, "ab") as file:
+    mark = directory.with_name(f".{directory.name}.mark")
+    with open(mark, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(f"{signed}\n".encode())
         file.flush()
         os.fsync(file.fileno())
@@ -164,17 +166,12 @@ def add_mark(directory: Path, signed: str) -> None:
 def check_mark(directory: Path, sign: Sign) -> str:
     """The SHA-256 of a release's certificate, if the ledger's own run made it."""
     sha256 = hash_bytes(read_certificate(directory))
-    mark = find_mark(directory)
+    mark = directory.with_name(f".{directory.name}.mark")
     if not mark.is_file() or sign(sha256).encode() not in mark.read_bytes().split():
         raise VerificationError(
             f"{directory} was not written by a run of this ledger; remove it, and work again"
         )
     return sha256
-
-
-def find_mark(directory: Path) -> Path:
-    """Where the marks of a release lie."""
-    return directory.with_name(f".{directory.name}.mark")
 
 
 def sync_folder(folder: Path) -> None:
@@ -189,8 +186,7 @@ def read_certificate(directory: Path, sha256: str | None = None) -> bytes:
     """The certificate's bytes, if they are those of this SHA-256."""
     path = directory / "certificate.json"
     try:
-        with path.open("rb") as file:
-            data = file.read(100_000_000)
+        data = path.read_bytes()
     except OSError as error:
         raise CertificateError(f"{path} cannot be read: {error.strerror}") from None
     if sha256 is not None and hash_bytes(data) != sha256:
@@ -200,7 +196,7 @@ def read_certificate(directory: Path, sha256: str | None = None) -> bytes:
 
 def check_release(
     directory: Path, people: Iterable[str], sha256: str | None = None, last: bool = True
-) -> Any:
+) -> expunge.Certificate:
     """The certificate, if everything holds: by the weights, by the record, for just these people.
     Only the ``last`` release of a model must still have its weights and the files beside them."""
     data = read_certificate(directory, sha256)
@@ -209,9 +205,8 @@ def check_release(
         if not (directory / name).is_file():
             raise VerificationError(f"{directory} has no {name} any more")
     if not certificate.releasable:
-        raise VerificationError(
-            f"{directory} is not for release: {'; '.join(certificate.warnings)}"
-        )
+        said = "; ".join(certificate.warnings)
+        raise VerificationError(f"{directory} is not for release: {said}")
     if read_certificate(directory) != data:
         raise VerificationError(f"{directory} was exchanged while it was read")
     return certificate

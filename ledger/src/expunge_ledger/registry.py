@@ -5,23 +5,21 @@ from __future__ import annotations
 import hmac
 import json
 import re
-import secrets
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal
 
 from pydantic import BaseModel, Field
 from sqlalchemy import delete, func, insert, select
 
 from expunge import InputError
-from expunge_ledger import models
 from expunge_ledger.database import Database
 from expunge_ledger.deeds import Row, broken
 from expunge_ledger.keys import Key, hash_bytes
-from expunge_ledger.schema import LEASES, RELEASES, SEEN, WORK
+from expunge_ledger.schema import RELEASES, SEEN, WORK
 from expunge_ledger.tables import Tables
 
 Role = Literal["requester", "operator", "auditor"]
@@ -71,49 +69,15 @@ def check_name(name: str) -> None:
         raise InputError.of("name", name, "letters, digits, '.', '_' and '-', at most 100")
 
 
-def register_model(tables: Tables, name: str, found: models.Model, folder: Path) -> None:
-    """Register a state or a job; requests that are open and ask all models ask it too."""
-    check_name(name)
-    path, rows = found.path, tables.models()
-    states = [Path(row["path"]) for row in rows if row["kind"] == "state"]
-    for state in [path] * (found.kind == "state") + states:
-        if folder.resolve().is_relative_to(state.resolve()):
-            raise InputError.of("releases", str(folder), f"outside of the state {state}")
-    for row in rows:
-        other = f"another: the model {row['name']} has it"
-        if (row["name"], row["path"], row["folder"]) == (name, str(path), str(folder)):
-            check_used(row)
-            return
-        for field, given in (("name", name), ("path", str(path)), ("folder", str(folder))):
-            if row[field] == given:
-                raise InputError.of(field, given, other)
-        if Path(row["folder"]).resolve() == folder.resolve():
-            raise InputError.of("releases", str(folder), other)
-        if found.kind == "state" and row["identity"] == found.identity:
-            valid = f"no copy of that of the model {row['name']}: a copy may hold whom it forgot"
-            raise InputError.of("state", str(path), f"{valid}; restore it at {row['path']}")
-    tables.record(
-        "registered", model=name, kind=found.kind, path=str(path), folder=str(folder),
-        identity=found.identity, requests=sorted(tables.waiting()),
-    )  # fmt: skip
-    tables.connection.execute(insert(LEASES).values(model=len(rows) + 1, until=0.0))
-
-
 def need_model(tables: Tables, name: str, used: bool = False) -> Row:
     """The row of a model, by its name; one that is still used."""
     names = {row["name"]: row for row in tables.models()}
     if name not in names:
         valid = f"one of {sorted(names)}" if names else "registered first"
         raise InputError.of("model", name, valid)
-    return check_used(names[name]) if used else names[name]
-
-
-def check_used(row: Row) -> Row:
-    """A model's row, unless it was retired."""
-    if row["retired"] is not None:
-        day = row["retired"][:10]
-        raise InputError.of("model", row["name"], f"another: it was retired on {day}")
-    return row
+    if used and (day := names[name]["retired"]) is not None:
+        raise InputError.of("model", name, f"another: it was retired on {day[:10]}")
+    return names[name]
 
 
 def list_models(tables: Tables, name: str | None = None) -> tuple[Model, ...]:
@@ -183,45 +147,18 @@ def _digest(key: Key, model: int, weights: str, marks: bytes) -> str:
     return key.tag("seen/row", f"{model} {weights} {marks.hex()}")
 
 
-def make_token(tables: Tables, name: str, role: str, model: str | None = None) -> str:
-    """A new token: 256 random bits, so there is nothing to guess; only a keyed hash is kept."""
-    check_name(name)
-    if role not in get_args(Role):
-        raise InputError.of("role", role, "one of " + ", ".join(get_args(Role)))
-    if any(one.name == name for one in list_tokens(tables)):
-        raise InputError.of("name", name, "new: there is a token of this name")
-    if model is not None:
-        need_model(tables, model)
-    secret = "expunge_" + secrets.token_urlsafe(32)
-    hashed = tables.key.tag("token", hash_token(secret))
-    tables.record("token", did="made", name=name, role=role, model=model, hash=hashed)
-    return secret
-
-
-def revoke_token(tables: Tables, name: str) -> None:
-    """From now on the token opens nothing; what was filed with it stays."""
-    names = [one.name for one in list_tokens(tables)]
-    if name not in names:
-        raise InputError.of("name", name, f"one of {names}")
-    tables.record("token", did="revoked", name=name)
-
-
-def list_tokens(tables: Tables) -> tuple[Token, ...]:
-    """All tokens that open something, by name."""
-    return tuple(_make_token(row) for row in tables.tokens() if row["revoked"] is None)
-
-
-def find_token(tables: Tables, hashed: str) -> Token | None:
-    """The token of this SHA-256; all are compared, each in the same time."""
-    made, rows = tables.key.tag("token", hashed), tables.tokens()
-    same = [row for row in rows if hmac.compare_digest(row["hash"], made)]
-    return _make_token(same[0]) if same and same[0]["revoked"] is None else None
+def list_tokens(tables: Tables, hashed: str | None = None) -> tuple[Token, ...]:
+    """All tokens that open something, or the one of this hash; all are compared, each in the same
+    time."""
+    made = None if hashed is None else tables.key.tag("token", hashed)
+    fits = [made is None or hmac.compare_digest(row["hash"], made) for row in tables.tokens()]
+    return tuple(
+        Token(row["name"], row["role"], row["model"])
+        for row, one in zip(tables.tokens(), fits, strict=True)
+        if one and row["revoked"] is None
+    )
 
 
 def hash_token(secret: str) -> str:
     """What a session keeps of a token."""
     return hash_bytes(secret.encode("utf-8", "surrogatepass"))
-
-
-def _make_token(row: dict[str, Any]) -> Token:
-    return Token(row["name"], cast(Role, row["role"]), row["model"])

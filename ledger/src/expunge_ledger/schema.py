@@ -7,21 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    Float,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    Text,
-    text,
-)
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import text as sql
 
-VERSION = "0001"
-METADATA = MetaData()
+VERSION, METADATA = "0001", MetaData()
+HASH, TIME, DAY, WORD, NAME = String(64), String(32), String(10), String(32), String(100)
 
 
 def _key(name: str, kind: Any = Integer) -> Column[Any]:
@@ -31,8 +21,6 @@ def _key(name: str, kind: Any = Integer) -> Column[Any]:
 def _full(name: str, kind: Any) -> Column[Any]:
     return Column(name, kind, nullable=False)
 
-
-HASH, TIME, WORD, NAME = String(64), String(32), String(32), String(100)
 
 # One row: the end of the chain, how many requests there are, and what sums up all other rows.
 BOOK = Table(
@@ -58,17 +46,17 @@ MODELS = Table(
 REQUESTS = Table(
     "requests", METADATA, _key("number"), _full("bucket", Integer), _full("person", HASH),
     _full("scope", Integer),  # a model, or 0 for all
-    _full("received", String(10)), _full("due", String(10)), _full("filed", TIME),
+    _full("received", DAY), _full("due", DAY), _full("filed", TIME),
     Column("reason", HASH), _full("state", WORD), Column("answer", WORD), Column("ended", TIME),
     Column("why", HASH), _full("mac", HASH),
     Index("requests_bucket", "bucket"), Index("requests_state", "state"),
     Index("requests_once", "person", "scope", unique=True,
-          sqlite_where=text("state = 'open'"), postgresql_where=text("state = 'open'")),
+          sqlite_where=sql("state = 'open'"), postgresql_where=sql("state = 'open'")),
 )  # fmt: skip
 # What a request asks of one model, and how that was answered.
 WORK = Table(
     "work", METADATA, _key("request"), _key("model"), _full("bucket", Integer),
-    _full("due", String(10)), _full("state", WORD), Column("outcome", WORD),
+    _full("due", DAY), _full("state", WORD), Column("outcome", WORD),
     Column("release", Integer), Column("readmitted", TIME), _full("mac", HASH),
     Index("work_bucket", "bucket"), Index("work_state", "model", "state"),
 )  # fmt: skip

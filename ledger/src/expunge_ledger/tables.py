@@ -18,35 +18,29 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, Table, and_, bindparam, delete, insert, select, update
 
 from expunge import RunError
-from expunge_ledger.chain import START, Anchor, Event, make_event
-from expunge_ledger.clocks import read_now
-from expunge_ledger.deeds import BUCKETS, KEYS, LIVE, Row, Rows, apply, broken, find_bucket
+from expunge_ledger import deeds, schema
+from expunge_ledger.chain import START, Anchor, Event, digest_body, hash_event
+from expunge_ledger.deeds import BUCKETS, KEYS, LIVE, Row, Rows, broken, find_bucket, find_key
 from expunge_ledger.keys import Key
-from expunge_ledger.schema import (
-    BOOK,
-    EVENTS,
-    FILINGS,
-    MODELS,
-    RELEASES,
-    REQUESTS,
-    SUBJECTS,
-    TOKENS,
-    WORK,
-)  # fmt: skip
+from expunge_ledger.schema import BOOK, EVENTS, FILINGS, MODELS, RELEASES, REQUESTS, TOKENS, WORK
 
 _MODELS, _TOKENS, _WIDTH = BUCKETS, BUCKETS + 1, 16
-_NAMES = {table: [c.name for c in table.columns if c.name != "mac"] for table in KEYS}
-_GET = {
-    table: select(table).where(and_(*(table.c[name] == bindparam(name) for name in names)))
+_FITS = {
+    table: and_(*(table.c[name] == bindparam(f"key_{name}") for name in names))
     for table, names in KEYS.items()
 }
 _EARLIER, _LATER = timedelta(days=1), timedelta(days=366)
+
+
+def read_now() -> datetime:
+    """Now, in whole seconds of UTC."""
+    return datetime.now(UTC).replace(microsecond=0)
 
 
 class Tables(Rows):
@@ -59,17 +53,16 @@ class Tables(Rows):
         self.connection, self.key, self.by = connection, key, by
         self._written = dict[tuple[Table, Any], tuple[Row, str]]()  # rows as read, their MACs
         self._events, self._loaded, self._proved = list[Event](), set[int](), set[int]()
-        (row,) = connection.execute(
-            select(BOOK).with_for_update() if writes else select(BOOK)
-        ).all()
+        chosen = select(BOOK).with_for_update() if writes else select(BOOK)
+        (row,) = connection.execute(chosen).all()
         self.ledger: str = row.ledger
         self.book = self._load(BOOK, row)
 
     def get(self, table: Table, *key: Any) -> Row | None:
         """A row by its key, proved to be written with the ledger's key."""
         if key not in self.rows[table]:
-            given = dict(zip(KEYS[table], key, strict=True))
-            row = self.connection.execute(_GET[table], given).one_or_none()
+            given = {f"key_{name}": one for name, one in zip(KEYS[table], key, strict=True)}
+            row = self.connection.execute(select(table).where(_FITS[table]), given).one_or_none()
             self.rows[table][key] = None if row is None else self._load(table, row)
         return self.rows[table][key]
 
@@ -80,22 +73,21 @@ class Tables(Rows):
 
     def models(self) -> list[Row]:
         """All models, proved to be all."""
-        self._read_whole(MODELS, _MODELS)
-        return super().models()
+        return self._read_whole(MODELS, _MODELS)
 
     def tokens(self) -> list[Row]:
         """All tokens, revoked ones too, proved to be all."""
-        self._read_whole(TOKENS, _TOKENS)
-        return sorted(filter(None, self.rows[TOKENS].values()), key=lambda row: row["name"])
+        return self._read_whole(TOKENS, _TOKENS)
 
-    def _read_whole(self, table: Table, group: int) -> None:
+    def _read_whole(self, table: Table, group: int) -> list[Row]:
         if group not in self._proved:
             said = f"{table.name}: a row is gone, or an old one is back"
             self._prove([group], [(table, row) for row in self.find(table)], said)
+        return self.all(table)
 
     def load(self, requests: Iterable[int]) -> None:
         """Read some requests and their parts at once, for who asks for them one by one."""
-        for part in split(sorted(set(requests) - self._loaded)):
+        for part in split(set(requests) - self._loaded):
             rows, written = self.rows[REQUESTS], self._written
             new = {n for n in part if rows.get((n,)) and (REQUESTS, (n,)) not in written}
             if old := sorted({*part} - new):
@@ -122,7 +114,7 @@ class Tables(Rows):
     def prove(self, people: Collection[str] | None = None) -> None:
         """All rows about some people, or about all, are there, and none that is old or foreign."""
         chosen = range(BUCKETS) if people is None else {find_bucket(one) for one in people}
-        for part in split(sorted(set(chosen) - self._proved)):
+        for part in split(set(chosen) - self._proved):
             found = [
                 (table, row)
                 for table in (REQUESTS, WORK, FILINGS)
@@ -133,7 +125,7 @@ class Tables(Rows):
     def _prove(self, groups: Iterable[int], found: list[tuple[Table, Row]], said: str) -> None:
         totals = Counter[int]()
         for table, row in found:
-            written, mac = self._written[table, tuple(row[name] for name in KEYS[table])]
+            written, mac = self._written[table, find_key(table, row)]
             for group in find_groups(table, written):
                 totals[group] += self._hash_term(mac)
         for group in groups:
@@ -141,44 +133,36 @@ class Tables(Rows):
                 raise broken(said)
             self._proved.add(group)
 
-    def record(self, kind: str, /, **body: Any) -> Event:
-        """Add an event to the chain, and change the rows as it says."""
+    def record(self, kind: str, /, **body: Any) -> None:
+        """Add an event to the chain, and change the rows as it says. It is never dated before the
+        last one; a clock that is days behind it or a year ahead is refused."""
         if self.by is not None:
             body["by"] = self.by
-        book, number = self.book, self.book["events"] + 1
-        at = self._read_time(datetime.fromisoformat(book["at"]), kind)
-        event = make_event(self.key, book["head"], number, at, kind, body)
-        book |= {"events": number, "head": event.hash, "at": at}
-        self._events.append(event)
-        apply(self, event)
-        return event
-
-    def _read_time(self, last: datetime, kind: str) -> str:
-        """Never before the last event; a clock that is days behind or a year ahead is refused."""
-        now = read_now()
-        if kind != "accepted" and not last - _EARLIER <= now <= last + _LATER:
+        book, now = self.book, read_now()
+        last = datetime.fromisoformat(book["at"])
+        if kind == "accepted":
+            last = now
+        elif not last - _EARLIER <= now <= last + _LATER:
             raise RunError(
                 f"the clock says {now.date()}, and the last event is of {last.date()}; nothing "
                 "changed. If the clock is right, say so: expunge-ledger verify --accept REASON"
             )
-        return (now if kind == "accepted" else max(now, last)).isoformat()
+        number, at = book["events"] + 1, max(now, last).isoformat()
+        digest = digest_body(self.key.tag("body", str(number)), body)
+        hashed = hash_event(book["head"], number, at, kind, digest)
+        event = Event(number, at, kind, body, hashed)
+        book |= {"events": number, "head": event.hash, "at": at}
+        self._events.append(event)
+        deeds.apply(self, event)
 
     def anchor(self) -> Anchor:
         """Where the chain ends."""
         return Anchor(self.ledger, self.book["events"], self.book["head"])
 
-    def goes_through(self, anchor: Anchor) -> bool:
-        """Whether this chain was what an anchor says."""
-        hashes = select(EVENTS.c.hash).where(EVENTS.c.number == anchor.events)
-        return self.connection.execute(hashes).scalar_one_or_none() == anchor.head
-
-    def events(self, request: int | None = None) -> list[Event]:
-        """All events in order, or those about one request; each written with the key."""
-        chosen = select(EVENTS).order_by(EVENTS.c.number)
-        if request is not None:
-            own = select(SUBJECTS.c.event).where(SUBJECTS.c.request == request)
-            chosen = chosen.where(EVENTS.c.number.in_(own))
+    def events(self, *where: Any) -> list[Event]:
+        """All events in order, or those that fit; each written with the key."""
         found = list[Event]()
+        chosen = select(EVENTS).where(*where).order_by(EVENTS.c.number)
         for row in self.connection.execute(chosen).mappings():
             if not hmac.compare_digest(self._mac(EVENTS, dict(row)), row["mac"]):
                 raise broken(f"event {row['number']} was not written with the key of this ledger")
@@ -186,19 +170,27 @@ class Tables(Rows):
             found.append(Event(row["number"], row["at"], row["kind"], body, row["hash"]))
         return found
 
+    def find_events(self, request: int) -> list[Event]:
+        """The events about one request."""
+        own = select(schema.SUBJECTS.c.event).where(schema.SUBJECTS.c.request == request)
+        return self.events(EVENTS.c.number.in_(own))
+
     def flush(self) -> None:
         """Write what changed, with its proofs."""
-        for table in (REQUESTS, WORK, FILINGS, RELEASES, TOKENS, MODELS):
+        for table in deeds.CHANGING:
             self._write(table)
         if not self._events:
             return
-        self.connection.execute(insert(EVENTS), [self._dump(event) for event in self._events])
-        pairs = {(n, event.number) for event in self._events for n in event.subjects}
+        rows, pairs = list[Row](), list[Row]()
+        for event in self._events:
+            body = json.dumps(event.body, ensure_ascii=False, separators=(",", ":"))
+            rows.append(vars(event) | {"body": body})
+            pairs += [{"request": n, "event": event.number} for n in sorted({*event.subjects})]
+        self.connection.execute(insert(EVENTS), [self._sign(EVENTS, row) for row in rows])
         if pairs:
-            rows = [{"request": n, "event": e} for n, e in sorted(pairs)]
-            self.connection.execute(insert(SUBJECTS), rows)
+            self.connection.execute(insert(schema.SUBJECTS), pairs)
         self.book["sums"] = self.key.seal(bytes(self._sums), f"sums {self.ledger}")
-        self._update(BOOK, [self.book | {"mac": self._mac(BOOK, self.book)}])
+        self._update(BOOK, [self._sign(BOOK, self.book)])
 
     def _write(self, table: Table) -> None:
         new, old = list[Row](), list[Row]()
@@ -209,29 +201,25 @@ class Tables(Rows):
             if before is not None:
                 self._add_up(table, before, -self._hash_term(mac))
             if row is None:
-                fits = (
-                    table.c[name] == value for name, value in zip(KEYS[table], key, strict=True)
-                )
-                self.connection.execute(delete(table).where(*fits))
+                given = {f"key_{name}": one for name, one in zip(KEYS[table], key, strict=True)}
+                self.connection.execute(delete(table).where(_FITS[table]), given)
                 continue
-            mac = self._mac(table, row)
-            self._add_up(table, row, self._hash_term(mac))
-            (new if before is None else old).append(row | {"mac": mac})
+            signed = self._sign(table, row)
+            self._add_up(table, row, self._hash_term(signed["mac"]))
+            (new if before is None else old).append(signed)
         if new:
             self.connection.execute(insert(table), new)
         if old:
             self._update(table, old)
 
     def _update(self, table: Table, rows: list[Row]) -> None:
-        where = and_(*(table.c[name] == bindparam(f"key_{name}") for name in KEYS[table]))
         given = [row | {f"key_{name}": row[name] for name in KEYS[table]} for row in rows]
         names = {column.name: bindparam(column.name) for column in table.columns}
-        self.connection.execute(update(table).where(where).values(names), given)
+        self.connection.execute(update(table).where(_FITS[table]).values(names), given)
 
     def _load(self, table: Table, row: Any) -> Row:
         found = dict(row._mapping)
-        mac = found.pop("mac")
-        key = tuple(found[name] for name in KEYS[table])
+        mac, key = found.pop("mac"), find_key(table, found)
         if (cached := self.rows[table].get(key)) is not None:  # read before, maybe changed since
             return cached
         if not hmac.compare_digest(self._mac(table, found), mac):
@@ -241,10 +229,8 @@ class Tables(Rows):
         self._written[table, key] = found, mac
         return found
 
-    def _dump(self, event: Event) -> Row:
-        row = {"number": event.number, "at": event.at, "kind": event.kind, "hash": event.hash}
-        row["body"] = json.dumps(event.body, ensure_ascii=False, separators=(",", ":"))
-        return row | {"mac": self._mac(EVENTS, row)}
+    def _sign(self, table: Table, row: Row) -> Row:
+        return row | {"mac": self._mac(table, row)}
 
     def _mac(self, table: Table, row: Row) -> str:
         return mac_row(self.key, self.ledger, table, row)
@@ -277,7 +263,7 @@ def find_groups(table: Table, row: Row) -> list[int]:
 
 def mac_row(key: Key, ledger: str, table: Table, row: Row) -> str:
     """The MAC of a row, in its table, of one ledger."""
-    values = [row[name] for name in _NAMES[table]]
+    values = [row[name] for name in deeds.NAMES[table]]
     text = json.dumps([v.hex() if isinstance(v, bytes) else v for v in values])
     return key.tag(f"row/{ledger}/{table.name}", text)
 
@@ -295,6 +281,6 @@ def begin_book(connection: Connection, key: Key) -> None:
 
 
 def split(numbers: Collection[int]) -> list[list[int]]:
-    """At most 500 at once: databases have a limit."""
-    given = list(numbers)
+    """In order, at most 500 at once: databases have a limit."""
+    given = sorted(numbers)
     return [given[start : start + 500] for start in range(0, len(given), 500)]

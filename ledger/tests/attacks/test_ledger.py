@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import expunge
-from expunge_ledger import Ledger, models, work
-from expunge_ledger.leases import Lease
+from expunge_ledger import Ledger, models
+from expunge_ledger.work import Worker
 from ledger.tests.life import Killed, die, let_lease_end, list_states, read, write
 from ledger.tests.stand_in import FILE, StandIn, make_state
 from tests.helpers.job_folder import write_job
@@ -140,8 +140,8 @@ def test_a_dead_worker_does_not_keep_a_request_for_itself(
     """Killed between the deed and the answer, five times over: one release, one answer."""
     small.request("person-1")
     with monkeypatch.context() as patch:
-        patch.setattr(work, "complete", die)
-        patch.setattr(Lease, "give_back", lambda self: None)
+        patch.setattr(Worker, "complete", die)
+        patch.setattr(Worker, "give_back", lambda self: None)
         for _ in range(5):
             with pytest.raises(Killed):
                 small.work()

@@ -9,14 +9,13 @@ import pytest
 import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.server.app import make_app
-from ledger.tests.life import list_states, read, write
+from ledger.tests.life import list_states, put, read, write
 from ledger.tests.server_run import Browser, Life, read_form_token
 
 
 def restore(ledger: Ledger, table: str, rows: list) -> None:
     write(ledger, f"DELETE FROM {table}")
-    for row in rows:
-        write(ledger, f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+    put(ledger, table, *rows)
 
 
 ALL = ("requests", "work", "models", "releases", "tokens", "filings", "secrets")
@@ -109,6 +108,10 @@ def test_a_token_for_one_model_learns_nothing_of_another(life: Life) -> None:
     assert "shop" not in events
 
 
+QUERIES = [f"state={one}" for one in ("waiting", "open", "running", "answered")]
+QUERIES += ["pace=overdue", "most=5"]
+
+
 def test_a_token_for_one_model_does_not_see_when_another_ends(both: Life) -> None:
     """Open, answered, late: whether and when "shop" did its part was in state, clock and list."""
     life, who = both, "auditor-search"
@@ -124,16 +127,6 @@ def test_a_token_for_one_model_does_not_see_when_another_ends(both: Life) -> Non
     assert (shown[0]["state"], shown[0]["pace"]) == ("answered", "overdue")
     assert [one["total"] for one in lists[0]] == [0, 0, 0, 1, 0, 1]
     assert life.ask("auditor", "GET", "/requests/1").json()["state"] == "answered"
-
-
-QUERIES = (
-    "state=waiting",
-    "state=open",
-    "state=running",
-    "state=answered",
-    "pace=overdue",
-    "most=5",
-)
 
 
 def test_no_place_and_no_host_in_any_answer(life: Life) -> None:

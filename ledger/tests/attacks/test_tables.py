@@ -11,8 +11,8 @@ import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.keys import Key
 from expunge_ledger.models import Model
-from expunge_ledger.registry import find_token, hash_token
-from ledger.tests.life import list_states, read, write
+from expunge_ledger.registry import hash_token
+from ledger.tests.life import list_states, put, read, write
 from ledger.tests.stand_in import learn_again, make_state
 
 # What somebody who can write the database, and has no key, bends before the worker comes, and bends
@@ -61,7 +61,7 @@ def test_tables_bent_while_a_worker_looks_seal_no_lie(
     except expunge.VerificationError:
         pass
     if after is None:
-        write(small, f"INSERT INTO work VALUES ({', '.join('?' * len(kept))})", *kept)
+        put(small, "work", kept)
     else:
         write(small, after.format(**facts))
     assert list_states(small) == {1: "open"}
@@ -106,8 +106,7 @@ def test_a_row_of_before_is_not_the_row(small: Ledger, table: str) -> None:
         (row,) = get()
         old = [(*row[:3], "begun", *row[4:])]
     write(small, f"DELETE FROM {table} WHERE {column} = ?", key)
-    for row in old:
-        write(small, f"INSERT INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+    put(small, table, *old)
     with pytest.raises(expunge.VerificationError):
         small.verify()
     tries = {
@@ -131,9 +130,9 @@ def test_a_revoked_token_does_not_come_back(small: Ledger) -> None:
     (row,) = read(small, "SELECT * FROM tokens")
     small.revoke_token("desk")
     write(small, "DELETE FROM tokens")
-    write(small, f"INSERT INTO tokens VALUES ({', '.join('?' * len(row))})", *row)
-    with pytest.raises(expunge.VerificationError, match="tokens: "), small.reading() as tables:
-        find_token(tables, hash_token(secret))
+    put(small, "tokens", row)
+    with pytest.raises(expunge.VerificationError, match="tokens: "):
+        small.find_token(hash_token(secret))
 
 
 def test_a_request_to_one_model_is_not_made_one_to_all(small: Ledger) -> None:
@@ -155,7 +154,7 @@ def test_a_model_hidden_while_a_request_is_filed_is_found(small: Ledger, tmp_pat
         write(small, statement)
         with pytest.raises(expunge.VerificationError, match="models: "):
             small.request("person-35")
-    write(small, f"INSERT INTO models VALUES ({', '.join('?' * len(rows[0]))})", *rows[0])
+    put(small, "models", *rows)
     small.request("person-35")
     small.verify()
 
@@ -189,9 +188,7 @@ def test_a_row_put_there_does_not_swallow_a_request(small: Ledger, ended: bool) 
     small.work()
     if ended:
         write(small, "DELETE FROM requests")
-        write(small, f"INSERT INTO requests VALUES ({', '.join('?' * len(row))})", *row)
-    else:
-        write(small, f"INSERT INTO requests VALUES ({', '.join('?' * len(row))})", 9, *row[1:])
+    put(small, "requests", row if ended else (9, *row[1:]))
     with pytest.raises(expunge.VerificationError, match="the ledger does not hold"):
         small.request("person-1")
 
@@ -200,23 +197,17 @@ def test_what_a_release_forgot_is_not_made_unforgotten(small: Ledger) -> None:
     """The row of the first answer is deleted: the second was "held in none"."""
     small.request("person-1")
     small.work()
-    write(small, "DELETE FROM work WHERE request = 1")
-    small_request_fails(small)
-    write(small, "DELETE FROM requests WHERE number = 1")
-    small_request_fails(small)
-
-
-def small_request_fails(small: Ledger) -> None:
-    with pytest.raises(expunge.VerificationError, match="rows about a person are gone"):
-        small.request("person-1")
+    for where in ("work WHERE request = 1", "requests WHERE number = 1"):
+        write(small, f"DELETE FROM {where}")
+        with pytest.raises(expunge.VerificationError, match="rows about a person are gone"):
+            small.request("person-1")
 
 
 def test_a_token_is_not_made_by_who_writes_the_database(small: Ledger) -> None:
     secret = small.make_token("desk", "requester")
 
     def find(given: str) -> object:
-        with small.reading() as tables:
-            return find_token(tables, hash_token(given))
+        return small.find_token(hash_token(given))
 
     assert find(secret) is not None
     (row,) = read(small, "SELECT * FROM tokens")
@@ -232,7 +223,7 @@ def test_a_token_is_not_made_by_who_writes_the_database(small: Ledger) -> None:
         with pytest.raises(expunge.VerificationError, match="tokens: "):
             small.verify()
         write(small, "DELETE FROM tokens")
-        write(small, f"INSERT INTO tokens VALUES ({', '.join('?' * len(row))})", *row)
+        put(small, "tokens", row)
     small.request("person-1")
     write(small, "INSERT INTO filings SELECT 'desk', 1, bucket, mac FROM requests")
     with pytest.raises(expunge.VerificationError, match="filings: desk of 1"):

@@ -1,17 +1,13 @@
 """The API: who may do what, what they see, and what comes back."""
 
-import hashlib
-import io
 import json
 import time
-import zipfile
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-import expunge
 from expunge_ledger import models
-from expunge_ledger.clocks import read_pace
+from expunge_ledger.requests import read_pace
 from expunge_ledger.server.desk import Desk
 from ledger.tests.life import Killed, die, let_lease_end
 from ledger.tests.server_run import Life
@@ -19,35 +15,6 @@ from ledger.tests.server_run import Life
 EVERY = (
     "requester", "auditor", "requester-search", "auditor-search", "operator-search", "operator",
 )  # fmt: skip
-
-
-def test_a_request_is_filed_worked_on_and_its_certificate_verifies(life: Life) -> None:
-    filed = life.ask("requester", "POST", "/requests", {"person": "person-3", "model": "shop"})
-    assert filed.status_code == 201
-    number = filed.json()["number"]
-    again = life.ask("requester", "POST", "/requests", {"person": "person-3", "model": "shop"})
-    assert (again.status_code, again.json()["number"], again.json()["new"]) == (200, number, False)
-    asked = life.ask("operator", "POST", "/models/shop/work")
-    assert (asked.status_code, asked.json()["model"]) == (202, "shop")
-    until = time.monotonic() + 120
-    while not (now := life.ask("operator", "GET", "/work").json()[0])["over"]:
-        assert time.monotonic() < until, now
-        time.sleep(0.02)
-    assert now["stage"] == "done"
-    assert "1 forgotten" in now["said"]
-    found = life.ask("requester", "GET", f"/requests/{number}").json()
-    assert (found["state"], found["answer"]) == ("answered", "forgotten")
-    (answer,) = found["answers"]
-    place = f"/models/shop/releases/{answer['release']}/certificate.json"
-    certificate = life.ask("requester", "GET", place)
-    assert hashlib.sha256(certificate.content).hexdigest() == answer["certificate"]
-    assert "attachment" in certificate.headers["content-disposition"]
-    path = life.folder / "downloaded.json"
-    path.write_bytes(certificate.content)
-    weights = life.ledger.models("shop")[0].releases[0].directory / "model.safetensors"
-    assert expunge.verify(path, weights).certificate.epsilon == 0
-    verified = life.ask("auditor", "POST", f"/requests/{number}/verify").json()
-    assert (verified["holds"], verified["releases"]) == (True, 1)
 
 
 def test_what_each_role_may_do(life: Life) -> None:
@@ -218,26 +185,6 @@ def test_verification_names_what_differs(life: Life) -> None:
     refused = life.ask("auditor", "GET", "/models/shop/releases/1/certificate.json")
     assert refused.status_code == 409
     assert str(life.folder) not in refused.text
-
-
-def test_a_request_that_nothing_answers_is_not_called_verified(life: Life) -> None:
-    number = life.file("operator", "person-1", model="shop")
-    said = life.ask("auditor", "POST", f"/requests/{number}/verify").json()
-    assert (said["holds"], said["releases"]) == (True, 0)
-    assert said["events"] == life.ledger.anchor().events
-
-
-def test_the_files_of_a_release(life: Life) -> None:
-    life.file("operator", "person-1", model="shop")
-    life.work()
-    said = life.ask("auditor", "GET", "/models/shop/releases/1/statement.txt")
-    assert said.headers["content-type"] == "text/plain; charset=utf-8"
-    assert "Forget set: 1 person" in said.text or "1 person" in said.text
-    zipped = life.ask("operator", "POST", "/evidence", {"person": "person-1"})
-    names = zipfile.ZipFile(io.BytesIO(zipped.content)).namelist()
-    assert "README.txt" in names
-    nobody = life.ask("operator", "POST", "/evidence", {"person": "person-77"})
-    assert (nobody.status_code, "person-77" in nobody.text) == (404, False)
 
 
 def test_a_model_that_fails_says_so_and_its_requests_stay_open(life: Life) -> None:

@@ -41,6 +41,7 @@ def test_the_proxys_file() -> None:
     assert facts["listen"] == ["443", "ssl"]
     assert facts["client_max_body_size"] == ["64k"]
     assert {"client_header_timeout", "client_body_timeout", "limit_req", "limit_conn"} <= set(facts)
+    assert (facts["large_client_header_buffers"], facts["gzip"]) == (["4", "4k"], ["on"])
     (place,) = [block for words, block in secure if words == ["location", "/"]]
     inner = {tuple(words[:2]): words[2:] for words, _ in place}
     assert ("proxy_pass", "http://127.0.0.1:8000") in inner

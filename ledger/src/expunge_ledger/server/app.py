@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import secrets
-import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,28 +14,27 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.body_limit import RequestBodyLimitMiddleware
-from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.sessions import SessionMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
-from expunge import ExpungeError, InputError
+from expunge import ExpungeError
 from expunge_ledger import requests
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.server import pages
 from expunge_ledger.server.desk import Desk
-from expunge_ledger.server.gate import Gate, Limits, StrictRoute
-from expunge_ledger.server.schemas import Refused, RefusedError, describe_problems
-from expunge_ledger.server.service import TYPES, Service
+from expunge_ledger.server.gate import RefusedError, StrictRoute, pass_gate
+from expunge_ledger.server.service import TYPES, Refused, Service
 
-THREADS = 12  # of which each may have one connection to the database
+THREADS, BODY = 12, 65_536  # each thread may have one connection to the database
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LONGEST = 28_800  # seconds of a session
 ABOUT = "Requests of people to be forgotten, and the certified releases that answer them."
 KNOWN = {404: "there is no such page", 405: "this is not done so", 413: "the body is too long"}
 
-CODES = (400, 401, 403, 404, 405, 408, 409, 413, 414, 415, 422, 429, 500, 503)
+CODES = (400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 500, 503)
 BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 SENT = {kind.partition(";")[0]: {} if "json" in kind else BYTES for kind in TYPES.values()}
 # The operations under /api: programs send Authorization: Bearer. Cookies mean nothing there, so no
@@ -82,12 +79,13 @@ def make_api(service: Service) -> APIRouter:
 
 
 def make_app(
-    ledger: Ledger, *, names: tuple[str, ...] = (), limits: Limits | None = None,
+    ledger: Ledger, *, names: tuple[str, ...] = (), rate: tuple[float, float] = (200, 40),
     desk: Desk | None = None,
 ) -> FastAPI:  # fmt: skip
     """The application; it answers to the names of this machine's loopback and to ``names``, which
-    are those of a proxy with TLS: then cookies need TLS."""
-    service = Service(ledger, desk or Desk(ledger), limits or Limits())
+    are those of a proxy with TLS: then cookies need TLS. ``rate``: how often a token may ask, at
+    once and a second."""
+    service = Service(ledger, desk or Desk(ledger), rate)
 
     @asynccontextmanager
     async def live(app: FastAPI) -> AsyncGenerator[None]:
@@ -110,11 +108,10 @@ def make_app(
         SessionMiddleware, secret_key=secrets.token_hex(32), max_age=LONGEST, same_site="strict",
         session_cookie="__Host-expunge" if names else "expunge", https_only=bool(names),
     )  # fmt: skip
-    app.add_middleware(GZipMiddleware, minimum_size=2_000)
-    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=service.limits.body_bytes)
+    app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
     hosts = [*LOOPBACK, *(name.lower() for name in names)]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
-    app.add_middleware(Gate, limits=service.limits)
+    app.add_middleware(BaseHTTPMiddleware, dispatch=pass_gate)
     for kind in (ExpungeError, RequestValidationError, HTTPException, pages.SignInNeededError):
         app.add_exception_handler(kind, explain)
     return app
@@ -128,7 +125,7 @@ def explain(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             found = error.errors()
             status = 404 if any("path" in one["loc"][:1] for one in found) else 422
-            refused = RefusedError(status, describe_problems(found))
+            refused = RefusedError(status, pages.describe_problems(found))
         case HTTPException() if not isinstance(error, RefusedError):
             refused = RefusedError(error.status_code, KNOWN.get(error.status_code, "refused"))
         case _:
@@ -148,44 +145,19 @@ def run(
 ) -> None:  # fmt: skip
     """Serve a ledger until the process is stopped."""
     logging.getLogger("expunge_ledger.server").setLevel(logging.INFO)
-    bound = _bind(host, port)
+    config = uvicorn.Config(
+        make_app(ledger, names=names), host, port, log_config=None, access_log=False,
+        server_header=False, proxy_headers=False, ws="none", http="h11", limit_concurrency=200,
+        timeout_keep_alive=10, h11_max_incomplete_event_size=16_384, timeout_graceful_shutdown=10,
+    )  # fmt: skip
+    bound = config.bind_socket()
+    bound.listen(128)  # before anybody is sent to it
     shown = f"[{host}]" if ":" in host else host
     say(f"the ledger is served on http://{shown}:{bound.getsockname()[1]}")
-    if not is_loopback(host):
+    if host not in ("127.0.0.1", "localhost", "::1"):
         say(
             f"  warning: {host} can be reached from other machines, without encryption. Whoever "
             "listens can read tokens. Put a proxy with TLS in front and serve on 127.0.0.1, with "
             "--name for the name that people type"
         )
-    config = uvicorn.Config(
-        make_app(ledger, names=names), log_config=None, access_log=False, server_header=False,
-        proxy_headers=False, ws="none", http="h11", workers=1, limit_concurrency=200,
-        timeout_keep_alive=10, h11_max_incomplete_event_size=16_384, timeout_graceful_shutdown=10,
-    )  # fmt: skip
     uvicorn.Server(config).run(sockets=[bound])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name can only mean this machine.
-
-    >>> is_loopback("127.0.0.1"), is_loopback("localhost"), is_loopback("0.0.0.0")
-    (True, True, False)
-    """
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A socket that listens before anybody is sent to it."""
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        made.bind((host, port))
-    except (OSError, OverflowError) as error:
-        made.close()
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{host} port {port} cannot be listened on: {reason}") from None
-    made.listen(128)
-    return made

@@ -1,4 +1,4 @@
-"""Work in the background: one thread that works on the models it was asked to, and says how far.
+"""Work in the background: a thread for each model that was asked for, one at work at a time.
 
 A server that is killed leaves what any dead worker leaves: its lease ends, and whoever works next
 goes on. A server that starts asks for every model on which work had begun.
@@ -6,98 +6,101 @@ goes on. A server that starts asks for every model on which work had begun.
 
 from __future__ import annotations
 
-import logging
 import threading
+from datetime import datetime
+from typing import Literal
+
+from pydantic import BaseModel
 
 from expunge import ExpungeError
-from expunge_ledger.clocks import read_now
 from expunge_ledger.ledger import Ledger
-from expunge_ledger.server.schemas import Progress
+from expunge_ledger.server.gate import LOG
+from expunge_ledger.tables import read_now
 
-LOG = logging.getLogger("expunge_ledger.server")
-OVER = ("done", "nothing", "failed")
+Stage = Literal[
+    "waiting", "busy", "taken", "looking", "forgetting", "checking", "done", "nothing", "failed"
+]
+
+
+class Progress(BaseModel):
+    """How far the work on a model is; said is for operators."""
+
+    model: str
+    stage: Stage
+    since: datetime
+    said: str = ""
+    over: bool = False
 
 
 class Desk:
-    """The worker of a server; ``lease`` is after how many seconds of silence it is taken for dead,
-    ``pause`` how long it waits for a model on which another works."""
+    """The worker of a server; ``pause`` is how long it waits for a model on which another works."""
 
-    def __init__(self, ledger: Ledger, *, lease: float = 60.0, pause: float = 5.0) -> None:
-        self._ledger, self._lease, self._pause = ledger, lease, pause
-        self._lock, self._wake, self._over = threading.Lock(), threading.Event(), threading.Event()
-        self._wanted = dict[str, tuple[int, str | None]]()  # how often asked for, and by whom last
-        self._progress = dict[str, Progress]()
-        self._thread = threading.Thread(target=self._run, name="expunge-desk", daemon=True)
+    def __init__(self, ledger: Ledger, *, pause: float = 5.0) -> None:
+        self._ledger, self._pause = ledger, pause
+        self._lock, self._turn, self._over = threading.RLock(), threading.Lock(), threading.Event()
+        self._asked = dict[str, tuple[threading.Thread, int]]()  # at work, how often asked for
+        self.progress = dict[str, Progress]()
 
     def start(self) -> None:
         """Begin, with every model on which work had begun."""
         for model in self._ledger.models():
             if model.running:
                 self.ask(model.name)
-        self._thread.start()
 
     def stop(self, seconds: float = 5.0) -> None:
         """Begin nothing more; what runs may take a moment, and is a dead worker's after that."""
         self._over.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(seconds)
+        for thread, _ in list(self._asked.values()):
+            thread.join(seconds)
 
     def ask(self, model: str, by: str | None = None) -> Progress:
         """Have a model worked on; how far that is."""
-        if model not in self._wanted:
-            self._report(model, "waiting", " ")
         with self._lock:
-            self._wanted[model] = (self._wanted.get(model, (0, None))[0] + 1, by)
-        self._wake.set()
-        return self.show()[model]
+            if model not in self._asked:
+                self._report(model, "waiting", " ")
+                thread = threading.Thread(target=self._run, args=(model, by), daemon=True)
+                self._asked[model] = thread, 0
+                thread.start()
+            thread, count = self._asked[model]
+            self._asked[model] = thread, count + 1
+            return self.progress[model]
 
-    def show(self) -> dict[str, Progress]:
-        """How far each model is that somebody asked for."""
-        with self._lock:
-            return dict(self._progress)
-
-    def _run(self) -> None:
+    def _run(self, model: str, by: str | None) -> None:
         while not self._over.is_set():
-            wanted = dict(self._wanted).items()
-            busy = [self._work(name, *one) for name, one in wanted if not self._over.is_set()]
-            if not self._wanted or all(busy):
-                self._wake.wait(self._pause if self._wanted else None)
-            self._wake.clear()
+            count = self._asked[model][1]
+            with self._turn:
+                stage, said = self._work(model, by)
+            self._report(model, stage, said)
+            if stage == "busy":
+                self._over.wait(self._pause)
+            with self._lock:  # over, unless there may be more, or somebody asked again meanwhile
+                if self.progress[model].over and self._asked[model][1] == count:
+                    del self._asked[model]
+                    return
 
-    def _work(self, model: str, asked: int, by: str | None) -> bool:
-        """One round; True if another is at work on the model."""
-        ledger = self._ledger if by is None else self._ledger.acting(by)
+    def _work(self, model: str, by: str | None) -> tuple[str, str]:
+        """One round: what it came to, and what there is to say."""
         try:
-            done = ledger.work(model, lease=self._lease, report=self._report)
+            done = self._ledger.acting(by).work(model, report=self._report)
             if not done and self._ledger.models(model)[0].running:
-                self._report(model, "busy")
-                return True
-            if done and done[0].failed is None and done[0].requests:  # maybe there is more
-                one = done[0]
-                release = "no new release" if one.release is None else f"release {one.release}"
-                said = f"{len(one.requests)} requests: {one.forgotten} forgotten, {one.already} "
-                said += f"already forgotten, {one.not_held} not held; {release}"
-                self._report(model, "checking", said)
-                return False
-            new = self.show()[model].stage in ("waiting", "busy")
-            stage, said = "nothing" if new else "done", ""
-            if done:
-                stage, said = "failed", done[0].failed or "; ".join(done[0].said)
+                return "busy", ""
+            if not done:
+                new = self.progress[model].stage in ("waiting", "busy")
+                return ("nothing" if new else "done"), ""
+            one = done[0]
+            if one.failed is not None or not one.requests:
+                return "failed", one.failed or "; ".join(one.said)
+            said = f"{len(one.requests)} requests: {one.forgotten} forgotten, {one.already} already"
+            return "checking", f"{said}, {one.not_held} not held"  # noqa: TRY300
         except ExpungeError as error:
-            stage, said = "failed", str(error)
+            return "failed", str(error)
         except Exception as error:
-            LOG.error("%s while working on %s", type(error).__name__, model)  # noqa: TRY400
-            stage, said = "failed", f"{type(error).__name__}: this is a defect"
-        self._report(model, stage, said)
-        with self._lock:  # over, unless somebody asked again meanwhile
-            if self._wanted[model][0] == asked:
-                del self._wanted[model]
-        return False
+            LOG.error("%s while working on %s", type(error).__name__, model)
+            return "failed", f"{type(error).__name__}: this is a defect"
 
     def _report(self, model: str, stage: str, said: str = "") -> None:
         with self._lock:
-            before = self._progress[model].said if model in self._progress else ""
-            given = {"model": model, "stage": stage, "said": (said or before).strip()}
-            facts = given | {"over": stage in OVER, "since": read_now()}
-            self._progress[model] = Progress.model_validate(facts)
+            before = self.progress[model].said if model in self.progress else ""
+            facts = {"model": model, "stage": stage, "said": (said or before).strip()}
+            facts |= {"over": stage in ("done", "nothing", "failed"), "since": read_now()}
+            self.progress[model] = Progress.model_validate(facts)

@@ -1,13 +1,12 @@
-"""What every request passes first and every answer last: headers, times, rates, the log.
+"""What every request passes first and every answer last: headers, rates, bodies, the log.
 
-Hosts, sizes, sessions and compression are Starlette's; rates by address and slow headers are the
-proxy's. The log has method, route, status, time and the name of the token. A route is a pattern of
-ours, such as /requests/{number}: whatever was written into an address is not in the log.
+Hosts, sizes and sessions are Starlette's; rates by address, slow senders, long addresses and
+compression are the proxy's. The log has method, route, status, time and the name of the token. A
+route is a pattern of ours, such as /requests/{number}: what an address says is not in the log.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import math
@@ -15,16 +14,12 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from expunge_ledger.server.schemas import RefusedError
 
 LOG = logging.getLogger("expunge_ledger.server")
 HEADERS = {
@@ -33,11 +28,9 @@ HEADERS = {
         "img-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
     "X-Robots-Tag": "noindex",
     "Cache-Control": "no-store",
 }
@@ -45,113 +38,75 @@ ONCE = ("host", "authorization", "cookie", "content-type", "content-length", "or
 METHODS = ("GET", "HEAD", "POST")
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Sizes, times, and rates as (at most at once, so many a second over time)."""
+class RefusedError(HTTPException):
+    """A request that is not done; ``wait`` is after how many seconds it may be tried again."""
 
-    body_bytes: int = 65_536
-    body_seconds: float = 10.0
-    url_bytes: int = 2_000
-    token: tuple[float, float] = (200, 40)
-    failures: tuple[float, float] = (10, 0.2)
+    def __init__(self, status: int, sentence: str, wait: int = 0) -> None:
+        headers = {"Retry-After": str(wait)} if wait else {}
+        headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        super().__init__(status, sentence, headers)
+
+    def __str__(self) -> str:
+        return str(self.detail)
 
 
-class Buckets:
-    """A bucket of drops for each key; a request takes one.
+class Rate:
+    """How often each key may ask: so many at once, and so many a second over time.
 
-    >>> buckets = Buckets((2, 1e-3))
-    >>> [buckets.take("a") for _ in range(2)], buckets.take("a") > 900, buckets.take("b")
+    >>> rate = Rate((2, 1e-3))
+    >>> [rate.take("a") for _ in range(2)], rate.take("a") > 900, rate.take("b")
     ([0, 0], True, 0)
     """
 
-    def __init__(self, rate: tuple[float, float]) -> None:
-        self.rate, self._lock = rate, threading.Lock()
-        self._left = OrderedDict[str, tuple[float, float]]()
+    def __init__(self, limit: tuple[float, float]) -> None:
+        (self.burst, self.rate), self._lock = limit, threading.Lock()
+        self._free = OrderedDict[str, float]()  # when each key will have asked for nothing
 
     def take(self, key: str) -> int:
-        """0 if there was a drop, else the seconds after which there is one."""
-        (burst, rate), now = self.rate, time.monotonic()
+        """0 if it may, else the seconds after which it may."""
         with self._lock:
-            left, then = self._left.pop(key, (burst, now))
-            left = min(burst, left + (now - then) * rate)
-            missing = max(0.0, 1 - left)
-            self._left[key] = (left if missing else left - 1, now)
-            if len(self._left) > 10_000:
-                self._left.popitem(last=False)
-        return math.ceil(missing / rate)
+            now = time.monotonic()
+            free = max(now, self._free.pop(key, now))
+            wait = free - now - (self.burst - 1) / self.rate
+            self._free[key] = free if wait > 1e-9 else free + 1 / self.rate
+            if len(self._free) > 10_000:
+                self._free.popitem(last=False)
+        return math.ceil(wait) if wait > 1e-9 else 0
 
 
-class Gate:
+async def pass_gate(request: Request, call_next: Any) -> Response:
     """Around the whole application."""
+    began = time.monotonic()
+    try:
+        check_headers(request)
+        answer: Response = await call_next(request)
+    except RefusedError as refused:
+        answer = JSONResponse({"detail": str(refused)}, refused.status_code)
+    except Exception as error:
+        LOG.error("%s while answering", type(error).__name__)  # noqa: TRY400
+        answer = JSONResponse({"detail": "something is broken here"}, 500)
+    for name, value in HEADERS.items():
+        answer.headers.setdefault(name, value)
+    route = getattr(request.scope.get("route"), "path", "(no route)")
+    method = request.method if request.method in METHODS else "(other)"
+    spent, who = 1000 * (time.monotonic() - began), getattr(request.state, "token", "-")
+    LOG.info("%s %s %s %.0f ms %s", method, route, answer.status_code, spent, who)
+    return answer
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
-        self.app, self.limits = app, limits
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request through, or refuse it."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1000})
-        else:
-            await self._answer(scope, receive, send)
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        began, status, whole = time.monotonic(), 0, False
-        until = asyncio.get_running_loop().time() + self.limits.body_seconds
-
-        async def receive_soon() -> Message:
-            nonlocal whole
-            try:
-                async with asyncio.timeout_at(None if whole else until):
-                    message = await receive()
-            except TimeoutError:
-                raise RefusedError(408, "the body came too slowly") from None
-            whole = not message.get("more_body", False)
-            return message
-
-        async def send_on(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
-            await send(message)
-
-        scope.setdefault("state", {})
-        try:
-            self._check(scope)
-            await self.app(scope, receive_soon, send_on)
-        except RefusedError as refused:
-            close = {"Connection": "close"} if refused.status_code == 408 else {}
-            answer = JSONResponse({"detail": str(refused)}, refused.status_code, close)
-            await answer(scope, receive, send_on)
-        except Exception as error:
-            LOG.error("%s while answering", type(error).__name__)  # noqa: TRY400
-            if not status:
-                answer = JSONResponse({"detail": "something is broken here"}, 500)
-                await answer(scope, receive, send_on)
-        finally:
-            route = getattr(scope.get("route"), "path", "(no route)")
-            method = scope["method"] if scope["method"] in METHODS else "(other)"
-            spent, who = 1000 * (time.monotonic() - began), scope["state"].get("token", "-")
-            LOG.info("%s %s %s %.0f ms %s", method, route, status, spent, who)
-
-    def _check(self, scope: Scope) -> None:
-        headers = Headers(scope=scope)
-        for name in ONCE:
-            if len(headers.getlist(name)) > 1:
-                raise RefusedError(400, f"the header {name} is there twice")
-        length = headers.get("content-length", "0")
-        if "transfer-encoding" in headers and "content-length" in headers:
-            raise RefusedError(400, "Content-Length and Transfer-Encoding are both there")
-        if not (length.isascii() and length.isdigit()) or len(length) > 12:
-            raise RefusedError(400, "Content-Length must be a number")
-        if len(scope.get("raw_path") or b"") + len(scope["query_string"]) > self.limits.url_bytes:
-            raise RefusedError(414, f"the address is longer than {self.limits.url_bytes:,} bytes")
-        if scope["method"] not in METHODS:
-            raise RefusedError(405, "only GET and POST are known here")
+def check_headers(request: Request) -> None:
+    """Refuse what a proxy and we might read in two ways."""
+    headers = request.headers
+    for name in ONCE:
+        if len(headers.getlist(name)) > 1:
+            raise RefusedError(400, f"the header {name} is there twice")
+    length = headers.get("content-length", "0")
+    if "transfer-encoding" in headers and "content-length" in headers:
+        raise RefusedError(400, "Content-Length and Transfer-Encoding are both there")
+    if not (length.isascii() and length.isdigit()) or len(length) > 12:
+        raise RefusedError(400, "Content-Length must be a number")
+    if request.method not in METHODS:
+        raise RefusedError(405, "only GET and POST are known here")
 
 
 def check_type(request: Request, body: bytes, needed: str) -> None:

@@ -13,33 +13,20 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, RedirectResponse
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from expunge import ExpungeError
-from expunge_ledger.clocks import Pace
 from expunge_ledger.registry import Token, hash_token
-from expunge_ledger.server import schemas
-from expunge_ledger.server.gate import check_type
-from expunge_ledger.server.schemas import RefusedError
-from expunge_ledger.server.service import (
-    KINDS,
-    MAY,
-    PACES,
-    PAGE,
-    File,
-    Kind,
-    ModelName,
-    Number,
-    PageNumber,
-    Service,
-    allow,
-)
+from expunge_ledger.requests import PACES, Pace
+from expunge_ledger.server import service as api
+from expunge_ledger.server.gate import RefusedError, check_type
+from expunge_ledger.server.service import KINDS, MAY, PAGE, Kind, Service, allow
 
 TEMPLATES = Path(__file__).with_name("templates")
 ENVIRONMENT = Environment(  # whatever a template prints is escaped
@@ -47,7 +34,7 @@ ENVIRONMENT = Environment(  # whatever a template prints is escaped
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
 IDLE, MOST_FIELDS = 1_800.0, 20
-Form = TypeVar("Form", bound=schemas.Sent)
+Form = TypeVar("Form", bound=BaseModel)
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
@@ -97,11 +84,9 @@ def find_visitor(request: Request) -> Visitor:
         session.clear()
     if "form" not in session:
         session["form"] = secrets.token_hex(32)
-    token = service.find_token(session["token"]) if "token" in session else None
-    if token is not None:
-        request.state.token = token.name
-        if now - session["seen"] > 60:
-            session["seen"] = now
+    token = service.find_token(session["token"], request) if "token" in session else None
+    if token is not None and now - session["seen"] > 60:
+        session["seen"] = now
     return Visitor(service, session, token)
 
 
@@ -109,7 +94,9 @@ Looking = Annotated[Visitor, Depends(find_visitor)]
 
 
 async def read_form(request: Request, visitor: Looking) -> dict[str, str]:
-    """The fields of a form that one of our pages sent, from this browser."""
+    """The fields of a form that one of our pages sent, from this browser; a link has none."""
+    if request.method == "GET":
+        return {}
     check_origin(request)
     body = await request.body()
     check_type(request, body, "application/x-www-form-urlencoded")
@@ -155,7 +142,19 @@ def validate(kind: type[Form], fields: Mapping[str, str]) -> Form:
     try:
         return kind.model_validate({name: value for name, value in fields.items() if value})
     except ValidationError as error:
-        raise RefusedError(422, schemas.describe_problems(error.errors())) from None
+        raise RefusedError(422, describe_problems(error.errors())) from None
+
+
+def describe_problems(problems: Any) -> str:
+    """What a validation found, without the values: they may name a person."""
+    said = list[str]()
+    for problem in problems[:5]:
+        place = [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
+        name = ".".join(place) if all(part.isidentifier() for part in place) else "a field"
+        unknown = problem["type"] == "extra_forbidden"
+        what = "it is not known here" if unknown else problem["msg"]
+        said.append(f"{name or 'the body'}: {what}")
+    return "; ".join(said)
 
 
 def go(place: str) -> RedirectResponse:
@@ -164,13 +163,11 @@ def go(place: str) -> RedirectResponse:
 
 
 @router.get("/sign-in")
-def show_sign_in(visitor: Looking) -> Response:
-    return go("/") if visitor.signed_in else visitor.show("sign_in.html.j2")
-
-
 @router.post("/sign-in")
 def sign_in(request: Request, visitor: Looking, fields: Fields) -> Response:
     """A token for a session, which is new."""
+    if request.method == "GET":
+        return go("/") if visitor.signed_in else visitor.show("sign_in.html.j2")
     try:
         visitor.service.identify(fields.get("token", ""), request)
     except RefusedError as refused:
@@ -191,7 +188,7 @@ def sign_out(visitor: Looking, fields: Fields) -> Response:
 
 @router.get("/")
 def show_list(
-    visitor: Looking, state: str = "", pace: str = "", model: str = "", page: PageNumber = 1
+    visitor: Looking, state: str = "", pace: str = "", model: str = "", page: api.PageNumber = 1
 ) -> Response:
     kind: Kind | None = next((one for one in KINDS if one == state), None)
     speed: Pace | None = next((one for one in PACES if one == pace), None)
@@ -206,141 +203,117 @@ def show_list(
 
 
 @router.get("/find")
-def show_find(visitor: Looking) -> Response:
-    allow(visitor.token, "find")
-    return visitor.show("find.html.j2", found=None)
-
-
 @router.post("/find")
 @router.post("/evidence")
 def find(request: Request, visitor: Looking, fields: Fields) -> Response:
     """All requests about a person, whom the page does not name; or the evidence."""
+    token, service, found = visitor.token, visitor.service, None
     export = request.url.path == "/evidence"
-    allow(visitor.token, "export" if export else "find")
+    allow(token, "export" if export else "find")
     try:
-        sent = validate(schemas.PersonSent, fields)
         if export:
-            return visitor.service.export(visitor.token, sent)
+            return service.export(token, validate(api.PersonSent, fields))
+        if request.method == "POST":
+            found = service.find_requests(token, validate(api.PersonSent, fields)).requests
     except RefusedError as refused:
         if refused.status_code not in (400, 404, 422):
             raise
         return visitor.show("find.html.j2", refused, found=None)
-    found = visitor.service.find_requests(visitor.token, sent).requests
     return visitor.show("find.html.j2", found=found)
 
 
 @router.get("/requests/new")
-def show_form(visitor: Looking) -> Response:
-    return show_filing(visitor, {})
-
-
 @router.post("/requests")
-def file_request(visitor: Looking, fields: Fields) -> Response:
-    try:
-        sent = validate(schemas.RequestSent, fields)
-        found = visitor.service.file_request(visitor.token, sent, Response())
-    except (ExpungeError, RefusedError) as error:
-        return show_filing(visitor, fields, visitor.service.translate(error))
-    return go(f"/requests/{found.number}?{'filed' if found.new else 'before'}=1")
-
-
-def show_filing(
-    visitor: Visitor, fields: Mapping[str, str], refused: RefusedError | None = None
-) -> Response:
+def file_request(request: Request, visitor: Looking, fields: Fields) -> Response:
     """The form, with what was typed before except the identifier and the reason."""
-    allow(visitor.token, "file")
+    token, service, refused = visitor.token, visitor.service, None
+    allow(token, "file")
+    if request.method == "POST":
+        try:
+            found = service.file_request(token, validate(api.RequestSent, fields), Response())
+            return go(f"/requests/{found.number}?{'filed' if found.new else 'before'}=1")
+        except (ExpungeError, RefusedError) as error:
+            refused = service.translate(error)
     kept = {name: fields.get(name, "")[:100] for name in ("model", "received", "due")}
-    models = visitor.service.show_me(visitor.token).models
-    return visitor.show("form.html.j2", refused, models=models, kept=kept)
+    return visitor.show("form.html.j2", refused, models=service.show_me(token).models, kept=kept)
 
 
 @router.get("/requests/{number}")
-def show_request(visitor: Looking, number: Number, filed: str = "", before: str = "") -> Response:
-    said = "The request is filed." if filed else ""
-    said = "The same request was filed before; this is it." if before else said
-    return show_one(visitor, number, said=said)
-
-
 @router.post("/requests/{number}/{act}")
-def act_on_request(
-    visitor: Looking, fields: Fields, number: Number,
-    act: Literal["work", "refuse", "withdraw", "reason", "verify"],
-) -> Response:  # fmt: skip
-    """Have it worked on, end it, read its reason, or verify what answers it."""
-    token, service = visitor.token, visitor.service
+def show_request(
+    request: Request, visitor: Looking, fields: Fields, number: api.Number
+) -> Response:
+    """A request: its clock, its answers, its events, how far the work on it is. Have it worked on,
+    end it, read its reason, or verify what answers it."""
+    token, service, refused = visitor.token, visitor.service, None
+    told = {"filed": "The request is filed.", "before": "The same request was filed before."}
+    said = "".join(text for name, text in told.items() if name in request.query_params)
+    shown: dict[str, Any] = {"said": said, "reason": None, "verified": None}
     try:
-        match act:
+        match request.path_params.get("act"):
             case "work":
                 allow(token, "work")
                 for one in service.show_request(token, number).answers:
                     if one.state in ("open", "running"):
                         service.work_on_model(token, one.model)
+                return go(f"/requests/{number}")
             case "reason":
-                reason = service.show_reason(token, number).reason
-                return show_one(visitor, number, reason=reason or "No reason was given.")
+                shown |= service.show_reason(token, number)
+                shown["reason"] = shown["reason"] or "No reason was given."
             case "verify":
-                return show_one(visitor, number, verified=service.verify_request(token, number))
-            case "refuse" | "withdraw":
+                shown["verified"] = service.verify_request(token, number)
+            case "refuse" | "withdraw" as act:
                 allow(token, "end")
                 end = service.refuse_request if act == "refuse" else service.withdraw_request
-                end(token, number, validate(schemas.WhySent, fields))
+                end(token, number, validate(api.WhySent, fields))
+                return go(f"/requests/{number}")
+            case act if act is not None:
+                raise RefusedError(404, "there is no such page")  # noqa: TRY301
+            case _:
+                pass
     except (ExpungeError, RefusedError) as error:
         refused = service.translate(error)
         if refused.status_code != 422:
             raise
-        return show_one(visitor, number, refused)
-    return go(f"/requests/{number}")
-
-
-def show_one(
-    visitor: Visitor, number: int, refused: RefusedError | None = None, **more: Any
-) -> Response:
-    """The page of a request: its clock, its answers, its events, how far the work on it is."""
-    token, service = visitor.token, visitor.service
     asked = service.show_request(token, number)
     models, waits = {one.model for one in asked.answers}, asked.state in ("open", "running")
     progress = [one for one in service.list_progress(token) if waits and one.model in models]
     return visitor.show(
-        "request.html.j2", refused, **{"said": "", "reason": None, "verified": None} | more,
-        asked=asked, events=service.list_events(token, number), progress=progress,
+        "request.html.j2", refused, **shown, asked=asked, progress=progress,
+        events=service.list_events(token, number), may_end=service.may_end(token, number),
         live=asked.state == "running" or any(not one.over for one in progress),
-        may_end=service.may_end(token, number),
     )  # fmt: skip
 
 
 @router.get("/models")
-def show_models(visitor: Looking) -> Response:
-    found = visitor.service.list_models(visitor.token)
-    return visitor.show("models.html.j2", found=found, verified=None)
-
-
 @router.post("/verify")
-def verify_ledger(visitor: Looking, fields: Fields) -> Response:
-    verified = visitor.service.verify_ledger(visitor.token)
-    found = visitor.service.list_models(visitor.token)
+def show_models(request: Request, visitor: Looking, fields: Fields) -> Response:
+    service, verified = visitor.service, None
+    if request.method == "POST":
+        verified = service.verify_ledger(visitor.token)
+    found = service.list_models(visitor.token)
     return visitor.show("models.html.j2", found=found, verified=verified)
 
 
 @router.get("/models/{model}")
-def show_model(visitor: Looking, model: ModelName) -> Response:
-    return show_chain(visitor, model)
-
-
 @router.post("/models/{model}/{act}")
-def act_on_model(
-    visitor: Looking, fields: Fields, model: ModelName, act: Literal["work", "verify"]
+def show_model(
+    request: Request, visitor: Looking, fields: Fields, model: api.ModelName
 ) -> Response:
-    """Have a model worked on, or verify the chain of its releases."""
-    if act == "work":
-        visitor.service.work_on_model(visitor.token, model)
-        return go(f"/models/{model}")
-    return show_chain(visitor, model, visitor.service.verify_model(visitor.token, model))
-
-
-def show_chain(visitor: Visitor, model: str, verified: Any = None) -> Response:
-    """The page of a model and its chain of releases."""
-    found = visitor.service.show_model(visitor.token, model)
-    progress = [one for one in visitor.service.list_progress(visitor.token) if one.model == model]
+    """A model and its chain of releases. Have it worked on, or verify the chain."""
+    token, service, verified = visitor.token, visitor.service, None
+    match request.path_params.get("act"):
+        case "work":
+            service.work_on_model(token, model)
+            return go(f"/models/{model}")
+        case "verify":
+            verified = service.verify_model(token, model)
+        case act if act is not None:
+            raise RefusedError(404, "there is no such page")
+        case _:
+            pass
+    found = service.show_model(token, model)
+    progress = [one for one in service.list_progress(token) if one.model == model]
     live = found.running > 0 or any(not one.over for one in progress)
     return visitor.show(
         "model.html.j2", model=found, progress=progress, live=live, verified=verified
@@ -348,5 +321,7 @@ def show_chain(visitor: Visitor, model: str, verified: Any = None) -> Response:
 
 
 @router.get("/models/{model}/releases/{number}/{file}")
-def download(visitor: Looking, model: ModelName, number: Number, file: File) -> Response:
+def download(
+    visitor: Looking, model: api.ModelName, number: api.Number, file: api.File
+) -> Response:
     return visitor.service.download(visitor.token, model, number, file)

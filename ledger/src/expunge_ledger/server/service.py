@@ -18,44 +18,31 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import asdict
-from datetime import date, datetime, timedelta
+from dataclasses import replace
+from datetime import date
 from typing import Annotated, Any, Literal, get_args
 
 from fastapi import Depends, Path, Query, Request, Response, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-from pydantic import BeforeValidator
-from sqlalchemy import case, func, select, true
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from sqlalchemy import case, func, select
 
 import expunge
 from expunge import ExpungeError, InputError, RunError, VerificationError
 from expunge_ledger import requests
-from expunge_ledger.clocks import SOON, Pace, read_now, read_pace
-from expunge_ledger.deeds import LIVE
+from expunge_ledger.chain import Event
+from expunge_ledger.evidence import Verified, inspect_model
 from expunge_ledger.keys import read_person
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.models import read_certificate
-from expunge_ledger.registry import Model, Role, Token, find_token, hash_token, need_model
-from expunge_ledger.requests import MOST_NUMBER, STATES, State, asks, fits_state
+from expunge_ledger.registry import Model, Role, Token, hash_token, need_model
+from expunge_ledger.requests import MOST_NUMBER, PACES, STATES, Pace, State, is_about, show_requests
 from expunge_ledger.schema import FILINGS, REQUESTS, WORK
-from expunge_ledger.server.desk import Desk
-from expunge_ledger.server.gate import Buckets, Limits
-from expunge_ledger.server.schemas import (
-    EventShown,
-    Me,
-    PersonSent,
-    Progress,
-    Reason,
-    RefusedError,
-    Requests,
-    RequestSent,
-    Verdict,
-    WhySent,
-)
+from expunge_ledger.server.desk import Desk, Progress
+from expunge_ledger.server.gate import Rate, RefusedError
 from expunge_ledger.tables import Tables
-from expunge_ledger.verification import inspect_model
 
 Act = Literal["file", "find", "models", "verify", "work", "end", "reason", "export"]
 MAY: dict[Role, frozenset[Act]] = {
@@ -63,7 +50,6 @@ MAY: dict[Role, frozenset[Act]] = {
     "operator": frozenset[Act](get_args(Act)),
     "auditor": frozenset[Act](("find", "models", "verify")),
 }
-PACES: tuple[Pace, ...] = get_args(Pace)
 Kind = State | Literal["waiting"]
 KINDS: tuple[Kind, ...] = ("waiting", *STATES)
 File = Literal["certificate.json", "statement.txt"]
@@ -71,15 +57,8 @@ TYPES: dict[File, str] = {
     "certificate.json": "application/json",
     "statement.txt": "text/plain; charset=utf-8",
 }
-MOST_TOKEN, PAGE, ENDS = 200, 25, ("settled", "released", "retired")
+MOST_TOKEN, PAGE = 200, 25
 BEARER = HTTPBearer(auto_error=False, description="A token of expunge-ledger token.")
-
-
-def read_number(given: object) -> object:
-    """A number as it is written in an address: one way, not "1.0" or "01"."""
-    if isinstance(given, str) and not re.fullmatch(r"[1-9][0-9]{0,9}", given):
-        raise ValueError("it must be a whole number")
-    return given
 
 
 def find_caller(
@@ -91,41 +70,97 @@ def find_caller(
     return request.app.state.service.identify(sent.credentials, request)
 
 
+def written(pattern: str, sentence: str) -> BeforeValidator:
+    """What is written in one way alone: no "1.0" or "01", no seconds since 1970 for a day."""
+
+    def check(given: object) -> object:
+        if not isinstance(given, str) or not re.fullmatch(pattern, given):
+            raise ValueError(sentence)
+        return given
+
+    return BeforeValidator(check)
+
+
 Caller = Annotated[Token, Depends(find_caller)]
-Number = Annotated[int, BeforeValidator(read_number), Path(ge=1, le=MOST_NUMBER)]
+WHOLE = written(r"[1-9][0-9]{0,9}", "it must be a whole number")
+Number = Annotated[int, WHOLE, Path(ge=1, le=MOST_NUMBER)]
 ModelName = Annotated[str, Path(min_length=1, max_length=100)]
 PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
-Most = Annotated[int, Query(ge=1, le=200)]
-Wanted = Annotated[str | None, Query(min_length=1, max_length=100)]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=100)]
+DATE = written(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", "it must be a date such as 2026-01-31")
+Day = Annotated[date, DATE]
+
+
+class PersonSent(BaseModel):
+    """A person, by the identifier that the models know."""
+
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+    person: Annotated[str, StringConstraints(min_length=1, max_length=1_024)]
+
+
+class RequestSent(PersonSent):
+    """A request to forget a person in one model, or in all."""
+
+    model: Name | None = None
+    received: Day | None = Field(None, description="Default: today.")
+    due: Day | None = Field(None, description="Default: one month after it was received.")
+    reason: Text | None = Field(None, description="Kept sealed; only operators can read it.")
+
+
+class WhySent(BaseModel):
+    """Why a request is refused or withdrawn; whoever may see the request reads it."""
+
+    model_config = PersonSent.model_config
+    reason: Text | None = None
+
+
+class Me(BaseModel):
+    """Who this token is, and the models it may name."""
+
+    name: str
+    role: Role
+    model: str | None
+    models: list[str]
+
+
+class Requests(BaseModel):
+    """A page of requests, how many there are in all, and how many wait at which pace."""
+
+    requests: list[requests.Request]
+    total: int
+    page: int = 1
+    waiting: dict[Pace, int] = {}
+
+
+class Refused(BaseModel):
+    """Why nothing was done."""
+
+    detail: str
 
 
 class Service:
     """One server on one ledger."""
 
-    def __init__(self, ledger: Ledger, desk: Desk, limits: Limits) -> None:
-        self.ledger, self.desk, self.limits = ledger, desk, limits
+    def __init__(self, ledger: Ledger, desk: Desk, rate: tuple[float, float]) -> None:
+        self.ledger, self.desk = ledger, desk
         self.ended = OrderedDict[str, None]()  # sessions that signed out
-        self._rates, self._failures = Buckets(limits.token), Buckets(limits.failures)
-        self._verifying = threading.Lock()
+        self._rates, self._verifying = Rate(rate), threading.Lock()
 
     def identify(self, secret: str, request: Request) -> Token:
-        """The token that was sent. Wrong ones are counted by address; a right one always passes,
-        so that nobody can lock others out behind the same proxy."""
-        token = self.find_token(hash_token(secret)) if len(secret) <= MOST_TOKEN else None
+        """The token that was sent."""
+        token = self.find_token(hash_token(secret), request) if len(secret) <= MOST_TOKEN else None
         if token is None:
-            address = "nobody" if request.client is None else request.client.host
-            if wait := self._failures.take(address):
-                raise RefusedError(429, "too many tokens that are not known", wait)
             raise RefusedError(401, "the token is not known here")
-        request.state.token = token.name
         return token
 
-    def find_token(self, hashed: str) -> Token | None:
+    def find_token(self, hashed: str, request: Request) -> Token | None:
         """The token of this hash, if it did not ask too often."""
-        with self.ledger.reading() as tables:
-            token = find_token(tables, hashed)
-        if token is not None and (wait := self._rates.take(token.name)):
-            raise RefusedError(429, "too many requests with this token", wait)
+        token = self.ledger.find_token(hashed)
+        if token is not None:
+            request.state.token = token.name
+            if wait := self._rates.take(token.name):
+                raise RefusedError(429, "too many requests with this token", wait)
         return token
 
     def show_me(self, token: Caller) -> Me:
@@ -135,30 +170,23 @@ class Service:
 
     def list_requests(
         self, token: Caller, state: Kind | None = None, pace: Pace | None = None,
-        model: Wanted = None, page: PageNumber = 1, most: Most = PAGE,
+        model: Annotated[str | None, Query(min_length=1, max_length=100)] = None,
+        page: PageNumber = 1, most: Annotated[int, Query(ge=1, le=200)] = PAGE,
     ) -> Requests:  # fmt: skip
         """Requests with their clocks: those that wait by due date, then others, newest first."""
-        speed, waits = _find_pace(read_now().date()).label("pace"), REQUESTS.c.state == "open"
         with self.ledger.reading() as tables:
-            base, own = self._restrict(tables, token), token.model
-            if own is not None:  # what the other models are at is not to be seen
-                waits = asks(tables, own, *LIVE)
-            if model is not None:
-                base = base.where(asks(tables, model if token.model in (None, model) else ""))
-            chosen = base
+            seen, run = self._look_up(tables, token, model=model).c, tables.connection.execute
+            chosen = select(seen.number)
             if state is not None:
-                fits = fits_state(state) if own is None else _fits_part(tables, own, state)
-                chosen = chosen.where(fits)
+                chosen = chosen.where(seen.waits if state == "waiting" else seen.state == state)
             if pace is not None:
-                chosen = chosen.where(speed == pace, true() if own is None else waits)
-            order = (~waits, case((waits, REQUESTS.c.due)), REQUESTS.c.number.desc())
-            run = tables.connection.execute
+                chosen = chosen.where(seen.pace == pace)
             total = run(select(func.count()).select_from(chosen.subquery())).scalar_one()
+            order = (~seen.waits, case((seen.waits, seen.due)), seen.number.desc())
             shown = chosen.order_by(*order).offset((page - 1) * most).limit(most)
-            found = self._list(tables, token, shown)
-            counted = speed, func.count().label("size")
-            grouped = base.where(waits).with_only_columns(*counted).group_by("pace")
-            counts = {row.pace: row.size for row in run(grouped)}
+            grouped = select(seen.pace, func.count()).where(seen.waits).group_by(seen.pace)
+            counts: dict[str, int] = {row[0]: row[1] for row in run(grouped)}
+            found = self._show(tables, token, shown)
         waiting: dict[Pace, int] = {one: counts.get(one, 0) for one in PACES}
         return Requests(requests=found, total=total, page=page, waiting=waiting)
 
@@ -187,53 +215,48 @@ class Service:
         """All requests about a person; the identifier is in the body, never in an address."""
         allow(token, "find")
         try:
-            hashed = self.ledger.key.hash_person(sent.person)
+            about = is_about(self.ledger.key.hash_person(sent.person))
         except InputError:
             return Requests(requests=[], total=0)
-        with self.ledger.reading() as tables:
-            chosen = self._restrict(tables, token).where(requests.fits_person(hashed))
-            found = self._list(tables, token, chosen)
+        found = self._find(token, about)
         return Requests(requests=found, total=len(found))
 
     def show_request(self, token: Caller, number: Number) -> requests.Request:
         """One request, with its clock and what it asks of each model."""
-        with self.ledger.reading() as tables:
-            chosen = self._restrict(tables, token).where(REQUESTS.c.number == number)
-            for found in self._list(tables, token, chosen):
-                return found
+        for found in self._find(token, REQUESTS.c.number == number):
+            return found
         raise RefusedError(404, "there is no such request")
 
-    def list_events(self, token: Caller, number: Number) -> list[EventShown]:
-        """What happened to a request: links of the ledger's chain."""
+    def list_events(self, token: Caller, number: Number) -> list[Event]:
+        """What happened to a request: links of the ledger's chain; of their bodies what names no
+        others and no places."""
         self.show_request(token, number)
         found, own = self.ledger.events(request=number), (None, token.model)
-        if token.model is not None:
-            found = tuple(one for one in found if one.body.get("model") in own)
-        return [EventShown.model_validate(asdict(one) | {"body": one.show()}) for one in found]
+        return [replace(one, body=one.shown) for one in found
+                if token.model is None or one.body.get("model") in own]  # fmt: skip
 
-    def show_reason(self, token: Caller, number: Number) -> Reason:
+    def show_reason(self, token: Caller, number: Number) -> dict[str, str | None]:
         """The reason that was sent with a request: free text, for operators."""
         allow(token, "reason")
         self.show_request(token, number)
-        return Reason(reason=self.ledger.read_reason(number))
+        return {"reason": self.ledger.read_reason(number)}
 
     def refuse_request(self, token: Caller, number: Number, sent: WhySent) -> requests.Request:
         """Refuse a request, with a reason that whoever filed it can read."""
+        if not (sent.reason or "").strip():
+            allow(token, "end")
+            raise RefusedError(422, "reason: say why the request is refused")
         return self._end(token, number, sent, self.ledger.acting(token.name).refuse)
 
     def withdraw_request(self, token: Caller, number: Number, sent: WhySent) -> requests.Request:
         """The person takes the request back."""
         return self._end(token, number, sent, self.ledger.acting(token.name).withdraw)
 
-    def _end(
-        self, token: Token, number: int, sent: WhySent, end: Callable[[int, str], Any]
-    ) -> requests.Request:
+    def _end(self, token: Token, number: int, sent: WhySent, end: Any) -> requests.Request:
         allow(token, "end")
         self.show_request(token, number)
         if not self.may_end(token, number):
             raise RefusedError(403, "this request asks other models too")
-        if end.__name__ == "refuse" and not (sent.reason or "").strip():
-            raise RefusedError(422, "reason: say why the request is refused")
         end(number, sent.reason or "")
         return self.show_request(token, number)
 
@@ -266,7 +289,7 @@ class Service:
 
     def list_progress(self, token: Token) -> list[Progress]:
         """The same, for who sees no models and waits for an answer."""
-        found, says = self.desk.show(), "work" in MAY[token.role]
+        found, says = self.desk.progress, "work" in MAY[token.role]
         shown = [found[one.name] for one in self.find_models(token) if one.name in found]
         said = {one.model: self.hide(one.said) if says else "" for one in shown}
         return [one.model_copy(update={"said": said[one.model]}) for one in shown]
@@ -285,7 +308,7 @@ class Service:
             data = f"{certificate.statement()}\n".encode()
         return _send(data, f"{model}-{number}-{file}", TYPES[file])
 
-    def verify_model(self, token: Caller, model: ModelName, only: int | None = None) -> Verdict:
+    def verify_model(self, token: Caller, model: ModelName, only: int | None = None) -> Verified:
         """Verify all releases of a model, as a chain, or one: certificate, record, weights, the
         people it names, its parent."""
         allow(token, "verify")
@@ -293,15 +316,13 @@ class Service:
         with self._one_at_a_time(), self.ledger.reading() as tables:
             found = inspect_model(tables, need_model(tables, model), only)
         said = [f"release {number}: {self.hide(one)}" for number, one in found]
-        return Verdict(holds=not said, differences=said, releases=1 if only else count)
+        return Verified(holds=not said, differences=said, releases=1 if only else count)
 
-    def verify_request(self, token: Caller, number: Number) -> Verdict:
+    def verify_request(self, token: Caller, number: Number) -> Verified:
         """Verify every release that answers a request, and the chain of events."""
         allow(token, "verify")
         done = [one for one in self.show_request(token, number).answers if one.release is not None]
-        whole = Verdict(holds=True, differences=[], releases=0)
-        if token.model is None:
-            whole = self._verify(certificates=False)
+        whole = Verified() if token.model is not None else self._verify(certificates=False)
         said = list[str]()
         for one in done:
             found = self.verify_model(token, one.model, one.release)
@@ -310,20 +331,18 @@ class Service:
         facts = {"holds": not said, "differences": said, "releases": len(done)}
         return whole.model_copy(update=facts)
 
-    def verify_ledger(self, token: Caller) -> Verdict:
+    def verify_ledger(self, token: Caller) -> Verified:
         """Verify the whole ledger: events, tables, anchors and all certificates."""
         allow(token, "verify")
         _need_model(token)
         return self._verify(certificates=True)
 
-    def _verify(self, certificates: bool) -> Verdict:
+    def _verify(self, certificates: bool) -> Verified:
         with self._one_at_a_time():
             try:
-                found = self.ledger.verify(certificates=certificates)
+                return self.ledger.verify(certificates=certificates)
             except VerificationError as error:
-                return Verdict(holds=False, differences=[self.hide(str(error))], releases=0)
-        count, events = found.releases if certificates else 0, found.events
-        return Verdict(holds=True, differences=[], releases=count, events=events, head=found.head)
+                return Verified(holds=False, differences=[self.hide(str(error))])
 
     def export(self, token: Caller, sent: PersonSent) -> Response:
         """The evidence about a person, as a zip for a regulator."""
@@ -365,24 +384,26 @@ class Service:
     def _is_own(self, token: Token, model: str, release: int) -> bool:
         """Whether a release answers what a token filed."""
         with self.ledger.reading() as tables:
-            mine = select(FILINGS.c.request).where(FILINGS.c.token == token.name)
             fits = (WORK.c.model == need_model(tables, model)["id"], WORK.c.release == release)
-            chosen = select(WORK.c.request).where(*fits, WORK.c.request.in_(mine)).limit(1)
-            return bool(self._list(tables, token, chosen))
+            answered = REQUESTS.c.number.in_(select(WORK.c.request).where(*fits))
+        return bool(self._find(token, answered))
 
-    def _restrict(self, tables: Tables, token: Token) -> Any:
-        chosen = select(REQUESTS.c.number)
+    def _find(self, token: Token, *where: Any) -> list[requests.Request]:
+        with self.ledger.reading() as tables:
+            return self._show(tables, token, select(self._look_up(tables, token, *where).c.number))
+
+    def _look_up(self, tables: Tables, token: Token, *where: Any, model: str | None = None) -> Any:
         if token.role == "requester":
             mine = select(FILINGS.c.request).where(FILINGS.c.token == token.name)
-            chosen = chosen.where(REQUESTS.c.number.in_(mine))
-        return chosen if token.model is None else chosen.where(asks(tables, token.model))
+            where += (REQUESTS.c.number.in_(mine),)
+        return requests.look_up(tables, *where, own=token.model, model=model)
 
-    def _list(self, tables: Tables, token: Token, chosen: Any) -> list[requests.Request]:
+    def _show(self, tables: Tables, token: Token, chosen: Any) -> list[requests.Request]:
         """Requests in the order of the numbers ``chosen``; who filed them is proved by its row."""
         numbers: list[int] = list(tables.connection.execute(chosen).scalars())
         if token.role == "requester":
             numbers = [n for n in numbers if tables.get(FILINGS, token.name, n) is not None]
-        return [_narrow(tables, one, token) for one in requests.list_requests(tables, numbers)]
+        return show_requests(tables, numbers, token.model)
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None]:
@@ -410,40 +431,3 @@ def _send(data: bytes, name: str, kind: str) -> Response:
     """A download; a browser keeps it and does not open it here."""
     shown = {"Content-Disposition": f'attachment; filename="{name}"'}
     return Response(data, media_type=kind, headers=shown)
-
-
-def _find_pace(today: date) -> Any:
-    """The pace of :func:`expunge_ledger.clocks.read_pace`, in SQL."""
-    soon, late, near = (today + timedelta(days=SOON)).isoformat(), PACES[2], PACES[1]
-    until = func.coalesce(func.substr(REQUESTS.c.ended, 1, 10), today.isoformat())
-    close = REQUESTS.c.ended.is_(None) & (REQUESTS.c.due <= soon)
-    return case((REQUESTS.c.due < until, late), (close, near), else_=PACES[0])
-
-
-def _fits_part(tables: Tables, model: str, state: Kind) -> Any:
-    """A condition: the part that one model has in a request is in this state."""
-    match state:
-        case "refused" | "withdrawn":
-            return REQUESTS.c.state == state
-        case "answered":
-            return asks(tables, model, "done") & REQUESTS.c.state.in_(("open", "answered"))
-        case _:
-            return asks(tables, model, *(LIVE if state == "waiting" else (state,)))
-
-
-def _narrow(tables: Tables, found: requests.Request, token: Token) -> requests.Request:
-    """A request as a token sees it: of a token for one model, only that model's part; what the
-    others came to, and when, is not in its state, answer or clock."""
-    if token.model is None:
-        return found
-    (own,) = (one for one in found.answers if one.model == token.model)
-    facts: dict[str, Any] = {"answers": (own,), "model": token.model}
-    if found.state not in ("refused", "withdrawn"):
-        states, ended = {"done": "answered", "running": "running"}, None
-        for event in tables.events(found.number) if own.state == "done" else ():
-            if event.body.get("model") == token.model and event.kind in ENDS:
-                ended = datetime.fromisoformat(event.at)
-        pace, days = read_pace(found.due, ended and ended.date(), read_now().date())
-        facts |= {"state": states.get(own.state, "open"), "answer": own.outcome}
-        facts |= {"ended": ended, "pace": pace, "days": days}
-    return found.model_copy(update=facts)
