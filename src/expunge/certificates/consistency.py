@@ -34,7 +34,8 @@ def find_contradictions(record: Record) -> list[str]:
     if len(trace) != len(rates):
         return [*found, f"the trace has {len(trace)} steps; the recipe has {len(rates)}"]
     norms = np.array(trace.noise_norm)
-    off = np.abs(norms - sigmas * math.sqrt(record.parameters)) > NOISE_DEVIATIONS * sigmas
+    with np.errstate(over="ignore"):
+        off = np.abs(norms - sigmas * math.sqrt(record.parameters)) > NOISE_DEVIATIONS * sigmas
     for what, wrong in (
         ("learning_rate differs from the recipe", rates != trace.learning_rate),
         ("noise_std differs from the recipe", sigmas != trace.noise_std),
