@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
 from expunge.errors import UnlearningError
-from expunge.networks.tensors import evaluating, find_nonfinite
+from expunge.networks.tensors import evaluating, find_nonfinite, list_tensors
 from expunge.training.batches import Batches, move_batch
 from expunge.training.losses import Loss, compute_loss
 
@@ -36,7 +36,8 @@ def estimate_statistics(
 
     >>> norm = nn.BatchNorm1d(1)
     >>> data = Batches((torch.tensor([[1.0], [3.0]]), torch.zeros(2)), batch_size=2, seed=0)
-    >>> estimate_statistics(norm, data, lambda output, target: output.sum(), torch.device("cpu"))
+    >>> model, cpu = nn.DataParallel(norm), torch.device("cpu")  # names are those of the release
+    >>> estimate_statistics(model, data, lambda output, target: output.sum(), cpu)
     ('running_mean', 'running_var', 'num_batches_tracked')
     >>> norm.running_mean
     tensor([2.])
@@ -61,8 +62,5 @@ def estimate_statistics(
                     )
     for name, part in found.items():
         cast(Any, part).momentum = momenta[name]
-    return tuple(
-        f"{name}.{buffer}" if name else buffer
-        for name, part in found.items()
-        for buffer, _ in part.named_buffers(recurse=False)
-    )
+    own = {buffer.data_ptr() for part in found.values() for buffer in part.buffers(recurse=False)}
+    return tuple(name for name, tensor in list_tensors(module).items() if tensor.data_ptr() in own)
