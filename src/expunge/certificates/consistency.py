@@ -103,7 +103,8 @@ def check_run(run: Run) -> Iterator[str]:
         yield "weights.start, the hash of what build() gave, must be given but for linear models"
     for name in w.files:
         config = name.endswith(".json") and not name.endswith(".index.json")
-        if not config and not name.startswith("constituents/"):
+        part = run.sharding is not None and name.startswith(("constituents/", "adapters/"))
+        if not config and not part:
             yield f"weights.files names {name!r}, which is no configuration"
     if w.old is not None and w.old == w.start:
         yield "build() gave the old model itself; it must be public"

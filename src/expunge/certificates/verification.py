@@ -54,7 +54,7 @@ _LOADED = (
 )
 _LOADED_NAMES = (
     *("config.json", "adapter_config.json", "generation_config.json", "adapter", "modules.json"),
-    *("model_index.json", "manifest.json", "estimator.json", "constituents"),
+    *("model_index.json", "manifest.json", "estimator.json", "constituents", "adapters"),
 )
 _MOST_FILES = 1000  # of a folder beside a release that nobody asked about
 
