@@ -242,6 +242,7 @@ def test_facts_are_bound_by_record_and_signature(change, made, run) -> None:
     [
         (put("trace", "noise_norm", 0, to=9.0), "too short or too long"),
         (put("trace", "nonfinite", 0, to=True), "the record's hash is"),
+        (put("recipe", "noise_std", 0, to=1e308), "noise_std differs from the recipe"),
         (put("weights", "old", to="0" * 64), "the record's hash is"),
         (put("nonce", to="0" * 64), "the record's hash is"),
         (put("seed", to=5), "seed is 0, but the record gives 5"),

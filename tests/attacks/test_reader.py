@@ -230,6 +230,13 @@ def test_a_parent_of_other_slices_is_another_ensemble(tmp_path) -> None:
         certificate.save(tmp_path / f"{name}.json")
     with pytest.raises(VerificationError, match="the parent is not of the same ensemble"):
         expunge.verify(tmp_path / "child.json", parent=tmp_path / "parent.json")
+    for name, value in (("hashes", []), ("samples", [100]), ("trained_from", [0] * 7)):
+        stated["sharding"] |= {name: value}  # never a traceback
+        stated["parent"] = parent.sha256
+        complete(stated).save(tmp_path / "child.json")
+        parent.save(tmp_path / "parent.json")
+        with pytest.raises(VerificationError, match="must have 3 samples, hashes and trained_from"):
+            expunge.verify(tmp_path / "child.json", parent=tmp_path / "parent.json")
 
 
 # --- what lies beside a release

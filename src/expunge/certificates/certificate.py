@@ -240,20 +240,16 @@ def _check_untouched(child: Certificate, parent: Certificate) -> list[str]:
     if theirs is None or ours.seed != theirs.seed or child.recipe != parent.recipe:
         return ["sharding: the parent is not of the same ensemble"]
     found = list[str]()
-    for k, first in enumerate(ours.trained_from):
-        one, now, other, before = (
-            ours.hashes[k],
-            ours.samples[k],
-            theirs.hashes[k],
-            theirs.samples[k],
-        )
-        if first == 0 and (one, now) != (other, before):
+    own = zip(ours.trained_from, ours.hashes, ours.samples, strict=False)  # lengths: check_run
+    before = zip(theirs.hashes, theirs.samples, strict=False)
+    for k, ((first, one, now), (other, saw)) in enumerate(zip(own, before, strict=False)):
+        if first == 0 and (one, now) != (other, saw):
             found.append(
                 f"constituent {k} is {one} of {now} samples, said to be untouched, but the "
-                f"parent's was {other} of {before}"
+                f"parent's was {other} of {saw}"
             )
-        elif one == other != combine_leaves([]) and now != before:
-            found.append(f"constituent {k} of {now} samples is the parent's, which saw {before}")
+        elif one == other != combine_leaves([]) and now != saw:
+            found.append(f"constituent {k} of {now} samples is the parent's, which saw {saw}")
     return found
 
 

@@ -34,7 +34,8 @@ def find_contradictions(record: Record) -> list[str]:
     if len(trace) != len(rates):
         return [*found, f"the trace has {len(trace)} steps; the recipe has {len(rates)}"]
     norms = np.array(trace.noise_norm)
-    off = np.abs(norms - sigmas * math.sqrt(record.parameters)) > NOISE_DEVIATIONS * sigmas
+    with np.errstate(over="ignore"):
+        off = np.abs(norms - sigmas * math.sqrt(record.parameters)) > NOISE_DEVIATIONS * sigmas
     for what, wrong in (
         ("learning_rate differs from the recipe", rates != trace.learning_rate),
         ("noise_std differs from the recipe", sigmas != trace.noise_std),
@@ -102,7 +103,8 @@ def check_run(run: Run) -> Iterator[str]:
         yield "weights.start, the hash of what build() gave, must be given but for linear models"
     for name in w.files:
         config = name.endswith(".json") and not name.endswith(".index.json")
-        if not config and not name.startswith("constituents/"):
+        part = run.sharding is not None and name.startswith(("constituents/", "adapters/"))
+        if not config and not part:
             yield f"weights.files names {name!r}, which is no configuration"
     if w.old is not None and w.old == w.start:
         yield "build() gave the old model itself; it must be public"

@@ -54,7 +54,7 @@ _LOADED = (
 )
 _LOADED_NAMES = (
     *("config.json", "adapter_config.json", "generation_config.json", "adapter", "modules.json"),
-    *("model_index.json", "manifest.json", "estimator.json", "constituents"),
+    *("model_index.json", "manifest.json", "estimator.json", "constituents", "adapters"),
 )
 _MOST_FILES = 1000  # of a folder beside a release that nobody asked about
 
@@ -209,10 +209,8 @@ def _check_record(
     found: Verification, path: Path, record: str | Path | None, people: Iterable[Any] | None
 ) -> None:
     """The whole certificate, derived from the record again, and every field that differs."""
-    c, place = (
-        found.certificate,
-        path.with_name(RECORD) if record is None else _find(record, RECORD),
-    )
+    c = found.certificate
+    place = path.with_name(RECORD) if record is None else _find(record, RECORD)
     if record is None and not place.exists():
         if people is not None:
             raise InputError("people are given, and there is no record to compare them with")
@@ -312,10 +310,8 @@ def _check_beside(found: Verification, path: Path, folder: Path, places: Collect
     of the release a further folder would be loaded as well."""
     covered = {one for place in places for one in (place, *place.parents)}
     loaded, rest = list[str](), list[str]()
-    for inner in (
-        folder,
-        *sorted(one for one in covered if folder in one.parents and one.is_dir()),
-    ):
+    inside = sorted(one for one in covered if folder in one.parents and one.is_dir())
+    for inner in (folder, *inside):
         copy, own = inner / CERTIFICATE, found.certificate.compute_digest()
         if copy.exists() and (digest := Certificate.load(copy).compute_digest()) != own:
             found.add("", [f"{copy} is another certificate, {digest}"])

@@ -31,7 +31,7 @@ from expunge.certificates.hashes import hash_tensor
 from expunge.certificates.record import Trace
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import seed_all
-from expunge.networks.tensors import Buffers, evaluating, list_trainable
+from expunge.networks.tensors import Buffers, evaluating, list_tensors, list_trainable
 from expunge.noisy.noise import Noise, NoiseStream
 from expunge.noisy.processes import CHECK_EVERY, Processes
 from expunge.noisy.vector import GridVector, Norms, Update
@@ -295,7 +295,8 @@ def estimate_statistics(
 
     >>> norm = nn.BatchNorm1d(1)
     >>> data = Batches((torch.tensor([[1.0], [3.0]]), torch.zeros(2)), batch_size=2, seed=0)
-    >>> estimate_statistics(norm, data, lambda output, target: output.sum(), torch.device("cpu"))
+    >>> model, cpu = nn.DataParallel(norm), torch.device("cpu")  # names are those of the release
+    >>> estimate_statistics(model, data, lambda output, target: output.sum(), cpu)
     ('running_mean', 'running_var', 'num_batches_tracked')
     >>> norm.running_mean
     tensor([2.])
@@ -315,8 +316,8 @@ def estimate_statistics(
             compute_loss(module, move_batch(batch, device), loss)
     for name, part in found.items():
         part.momentum = momenta[name]
-    parts = ((f"{name}.".lstrip("."), part) for name, part in found.items())
-    return tuple(head + n for head, part in parts for n, _ in part.named_buffers(recurse=False))
+    own = {buffer.data_ptr() for part in found.values() for buffer in part.buffers(recurse=False)}
+    return tuple(name for name, tensor in list_tensors(module).items() if tensor.data_ptr() in own)
 
 
 @contextmanager
