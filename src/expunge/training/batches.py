@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from expunge.data.examples import Kind, count, find_kind, map_columns, select
+from expunge.data.examples import Kind, count, find_kind, map_columns
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import derive_seed
 
@@ -62,7 +62,10 @@ class Batches:
         if self.loader is None and self.kind != "stream":
             return len(self._cut(range(self._rows)))
         made = self.read(0) if self.loader is None else self.loader(self.examples, self.seed)
-        return len(made) if isinstance(made, Sized) else sum(1 for _ in made)
+        try:
+            return len(cast(Any, made))
+        except TypeError:  # also that of a DataLoader over a stream
+            return sum(1 for _ in made)
 
     def __len__(self) -> int:
         return self._length
@@ -73,10 +76,8 @@ class Batches:
         if self.loader is not None:
             return iter(self.loader(self.examples, seed))
         if self.kind in ("columns", "frame") and self.collate is None:
-            # One gather per batch of what lies in memory: always a copy.
-            return (
-                select(self.examples, self.kind, at) for at in self._cut(self._draw(seed).numpy())
-            )
+            order = self._cut(self._draw(seed))
+            return (map_columns(self.examples, lambda c, at=at: _take(c, at)) for at in order)
         return iter(self._load(seed))
 
     def repeat(self, taken: int = 0) -> Iterator[Any]:
@@ -138,6 +139,15 @@ def _to_column(column: Any) -> Any:
         return column
     made = torch.from_numpy(np.ascontiguousarray(array))
     return made.to(torch.get_default_dtype()) if array.dtype == np.float64 else made
+
+
+def _take(column: Any, places: Tensor) -> Any:
+    """A copy of these places; by ``index_select``, in a fifth of the time of an index."""
+    if isinstance(column, Tensor):
+        return column.index_select(0, places.to(column.device))
+    if hasattr(column, "iloc"):
+        return column.iloc[places.numpy()]
+    return [column[place] for place in places.tolist()]
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
