@@ -13,6 +13,7 @@ import sys
 from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ else:
     _AT_ONCE = os.O_NONBLOCK
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_SYNCED_LATER = ContextVar("_SYNCED_LATER", default=False)
 
 
 def write_atomic(
@@ -50,12 +52,14 @@ def write_atomic(
         with open(temporary, "xb", opener=open_private if private else None) as file:
             file.writelines([data] if isinstance(data, bytes) else data)
             file.flush()
-            os.fsync(file.fileno())
+            if not _SYNCED_LATER.get():
+                os.fsync(file.fileno())
         temporary.replace(target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_folder(target.parent)
+    if not _SYNCED_LATER.get():
+        sync_folder(target.parent)
 
 
 def open_private(path: str, flags: int) -> int:
@@ -87,7 +91,8 @@ def check_free(target: str | Path) -> Path:
 def new_folder(target: str | Path) -> Generator[Path]:
     """A hidden sibling to write into, which becomes ``target`` by one rename when all is written.
 
-    What was written is durable before that. Drafts that killed processes left are removed first.
+    What is written meanwhile is made durable at the end, all at once: a disk answers many together.
+    Drafts that killed processes left are removed first.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as place:
@@ -101,6 +106,7 @@ def new_folder(target: str | Path) -> Generator[Path]:
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         _remove_abandoned(left)
     draft, handle = _make_draft(path)
+    token = _SYNCED_LATER.set(True)
     try:
         yield draft
         sync_files(found for found in draft.rglob("*") if found.is_file())
@@ -117,6 +123,7 @@ def new_folder(target: str | Path) -> Generator[Path]:
             ) from None
         raise
     finally:
+        _SYNCED_LATER.reset(token)
         os.close(handle)
 
 
