@@ -30,6 +30,7 @@ from expunge_ledger.schema import RELEASES, REQUESTS
 from expunge_ledger.work import ANCHOR, check_finished
 
 _WHEN = (1980, 1, 1, 0, 0, 0)
+Anchors = dict[Path, Anchor | None]  # by where they lie
 
 
 class Verified(BaseModel, frozen=True):
@@ -108,7 +109,7 @@ def verify_ledger(db: Database, *, certificates: bool = True) -> Verified:
     with db.reading() as tables:
         beside = list_beside(db, tables)  # before the tables: what comes later is in these
     with db.reading() as tables:
-        problems = find_cut(tables.anchor(), check_tables(tables), beside, db.anchor_file)
+        problems = find_cut(db, tables.anchor(), check_tables(tables), beside)
         for model in tables.models() if certificates else ():
             problems += [one for _, one in inspect_model(tables, model)]
         if problems:
@@ -137,7 +138,7 @@ def inspect_model(tables: Records, model: Row, only: int | None = None) -> list[
     return found
 
 
-def list_beside(db: Database, tables: Records) -> dict[Path, Anchor | None]:
+def list_beside(db: Database, tables: Records) -> Anchors:
     """The anchors that lie outside of the database: beside the key, and in each release."""
     folders = [Path(row["folder"]) for row in tables.models()]
     places = [place for folder in folders for place in sorted(folder.glob("[0-9]*"))]
@@ -145,9 +146,7 @@ def list_beside(db: Database, tables: Records) -> dict[Path, Anchor | None]:
     return {db.anchor_file: Anchor.load(db.anchor_file)} | found
 
 
-def find_cut(
-    end: Anchor, events: Sequence[Event], beside: dict[Path, Anchor | None], own: Path
-) -> list[str]:
+def find_cut(db: Database, end: Anchor, events: Sequence[Event], beside: Anchors) -> list[str]:
     """Anchors outside of the database that this chain does not go through."""
     said = [event.body["anchors"] for event in events if event.kind == "accepted"]
     accepted, problems = set(itertools.chain(*said)), list[str]()
@@ -155,7 +154,7 @@ def find_cut(
     for place, anchor in beside.items():
         if anchor is not None and anchor.head in accepted:
             continue
-        if place != own and str(place) not in begun:
+        if place != db.anchor_file and str(place) not in begun:
             problems.append(f"{place} is a release that this ledger does not know")
         if anchor is None:
             continue

@@ -219,13 +219,10 @@ class Records(Tables):
     def list_tokens(self, hashed: str | None = None) -> tuple[Token, ...]:
         """All tokens that open something, or the one of this hash; all are compared, each in the
         same time."""
-        made = None if hashed is None else self.key.tag("token", hashed)
-        fits = [made is None or hmac.compare_digest(row["hash"], made) for row in self.tokens()]
-        return tuple(
-            Token(row["name"], row["role"], row["model"])
-            for row, one in zip(self.tokens(), fits, strict=True)
-            if one and row["revoked"] is None
-        )
+        made, rows = hashed and self.key.tag("token", hashed), self.tokens()
+        same = [row for row in rows if made is None or hmac.compare_digest(row["hash"], made)]
+        used = [row for row in same if row["revoked"] is None]
+        return tuple(Token(row["name"], row["role"], row["model"]) for row in used)
 
     def file_request(
         self, person: object, *, model: str | None = None, received: date | str | None = None,
