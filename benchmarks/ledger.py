@@ -26,7 +26,6 @@ import expunge
 from benchmarks.timing import Row, compare, measure, skip
 from expunge.linear_model import Ridge
 from expunge_ledger import Ledger
-from expunge_ledger.requests import file_request
 from ledger.tests import postgres
 
 ROWS, WIDTH, MANY, GROWN, ROUNDS = 50_000, 64, 100, 10_000, 5
@@ -97,7 +96,7 @@ def fill(ledger: Ledger, count: int) -> None:
     """Requests of strangers, all answered."""
     with ledger.writing() as tables:
         for i in range(count):
-            file_request(tables, f"stranger-{i}")
+            tables.file_request(f"stranger-{i}")
     (done,) = ledger.work()
     assert (done.failed, done.not_held) == (None, count), done
 

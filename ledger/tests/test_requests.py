@@ -5,8 +5,8 @@ from datetime import date, timedelta
 import pytest
 
 import expunge
-from expunge_ledger import Ledger, requests, tables
-from expunge_ledger.requests import add_month, read_now, read_pace
+from expunge_ledger import Ledger, records, tables
+from expunge_ledger.records import add_month, read_now, read_pace
 
 
 def test_the_same_request_twice_is_one(ledger: Ledger) -> None:
@@ -69,7 +69,7 @@ def test_clocks_go_on_without_anybody_writing(
     assert (filed.due, filed.pace) == (add_month(day.date()), "on time")
     before = ledger.anchor()
     for days, pace in ((24, "due soon"), (40, "overdue")):
-        monkeypatch.setattr(requests, "read_now", lambda days=days: day + timedelta(days=days))
+        monkeypatch.setattr(records, "read_now", lambda days=days: day + timedelta(days=days))
         assert ledger.get(1).pace == pace
     assert ledger.anchor() == before
 

@@ -11,7 +11,7 @@ import functools
 import hmac
 import os
 import sqlite3
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -24,8 +24,9 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
 from expunge import CertificateError, ExpungeError, InputError, RunError
 from expunge_ledger.chain import Anchor
 from expunge_ledger.keys import make_key, read_key
+from expunge_ledger.records import Records, mark
 from expunge_ledger.schema import BOOK, EVENTS, VERSION
-from expunge_ledger.tables import Tables, begin_book
+from expunge_ledger.tables import begin_book
 
 _VALID = "sqlite:///FILE or postgresql+psycopg://USER@HOST/NAME"
 _NOT_A_LEDGER = ("unable to open database file", "file is not a database")  # what SQLite says
@@ -92,19 +93,28 @@ class Database:
         self.close()
 
     @contextmanager
-    def reading(self) -> Generator[Tables]:
+    def reading(self) -> Generator[Records]:
         """A transaction that reads one state of all tables."""
         again = {} if self.engine.name == "sqlite" else {"isolation_level": "REPEATABLE READ"}
         with connected(self.engine, **again) as connection:
-            yield Tables(connection, self.key)
+            yield Records(connection, self.key)
 
     @contextmanager
-    def writing(self) -> Generator[Tables]:
+    def writing(self) -> Generator[Records]:
         """A transaction in which nobody else writes: all of it, or nothing."""
         with connected(self.engine, writes=True) as connection:
-            tables = Tables(connection, self.key, self.by, writes=True)
+            tables = Records(connection, self.key, self.by, writes=True)
             yield tables
             tables.flush()
+
+    def add_seen(self, name: str, people: Iterable[str], weights: str | None = None) -> None:
+        """Add people to those whom the data of a job ever had, if there are new ones."""
+        new = {mark(self.key, person) for person in people}
+        with self.reading() as tables:
+            before, old = tables.read_seen(tables.need_model(name))
+        if not new <= before or weights not in (None, old):
+            with self.writing() as tables:
+                tables.add_seen(name, new, weights)
 
     @property
     def anchor_file(self) -> Path:

@@ -21,17 +21,16 @@ from pydantic import BaseModel, Field
 
 import expunge
 from expunge import ExpungeError, InputError, VerificationError
-from expunge_ledger import models, requests
+from expunge_ledger import models, records
 from expunge_ledger.chain import START, Anchor, Event, digest_body, hash_event
 from expunge_ledger.database import Database
 from expunge_ledger.deeds import CHANGING, FORGOTTEN, Row, Rows, apply, broken, find_key
-from expunge_ledger.registry import need_model, read_release, read_seen
-from expunge_ledger.requests import Request, read_names, read_secrets, show_requests
+from expunge_ledger.records import Records, Request
 from expunge_ledger.schema import RELEASES, REQUESTS
-from expunge_ledger.tables import Tables
 from expunge_ledger.work import ANCHOR, check_finished
 
 _WHEN = (1980, 1, 1, 0, 0, 0)
+Anchors = dict[Path, Anchor | None]  # by where they lie
 
 
 class Verified(BaseModel, frozen=True):
@@ -46,7 +45,7 @@ class Verified(BaseModel, frozen=True):
     requests: int = Field(default=0, exclude=True)
 
 
-def check_tables(tables: Tables) -> list[Event]:
+def check_tables(tables: Records) -> list[Event]:
     """All events, if the chain holds and the tables are what it says; else what differs."""
     events, memory, previous = tables.events(), Rows(), START
     for number, event in enumerate(events, 1):
@@ -69,7 +68,7 @@ def check_tables(tables: Tables) -> list[Event]:
     return events
 
 
-def find_differences(tables: Tables, memory: Rows) -> list[str]:
+def find_differences(tables: Records, memory: Rows) -> list[str]:
     """Where the tables are not what the events say: every row, every sum, every seal."""
     problems = list[str]()
     for table in CHANGING:
@@ -89,18 +88,18 @@ def find_differences(tables: Tables, memory: Rows) -> list[str]:
     tables.tokens()
     for model in tables.models():
         tables.live(model)
-        read_seen(tables, model)
+        tables.read_seen(model)
     rows = tables.find(REQUESTS)
     for what in ("reason", "why"):
         sealed = {row["number"]: row[what] for row in rows if row[what] is not None}
-        texts = read_secrets(tables, what, sealed)
+        texts = tables.read_secrets(what, sealed)
         problems += [
             f"secrets: the {what} of request {number} is not the one that was sealed"
             for number, tag in sealed.items()
             if number not in texts or tables.key.tag(what, texts[number]) != tag
         ]
     kept = [r["number"] for r in rows if r["state"] == "open" or r["answer"] == FORGOTTEN]
-    read_names(tables, kept)
+    tables.read_names(kept)
     return problems
 
 
@@ -110,7 +109,7 @@ def verify_ledger(db: Database, *, certificates: bool = True) -> Verified:
     with db.reading() as tables:
         beside = list_beside(db, tables)  # before the tables: what comes later is in these
     with db.reading() as tables:
-        problems = find_cut(tables.anchor(), check_tables(tables), beside, db.anchor_file)
+        problems = find_cut(db, tables.anchor(), check_tables(tables), beside)
         for model in tables.models() if certificates else ():
             problems += [one for _, one in inspect_model(tables, model)]
         if problems:
@@ -121,7 +120,7 @@ def verify_ledger(db: Database, *, certificates: bool = True) -> Verified:
         return Verified(releases=count, **facts)
 
 
-def inspect_model(tables: Tables, model: Row, only: int | None = None) -> list[tuple[int, str]]:
+def inspect_model(tables: Records, model: Row, only: int | None = None) -> list[tuple[int, str]]:
     """(release, what differs) of the finished releases of a model, or of one: certificate, record,
     the people it names, its parent, and of the last one the weights."""
     found, before = list[tuple[int, str]](), None
@@ -139,7 +138,7 @@ def inspect_model(tables: Tables, model: Row, only: int | None = None) -> list[t
     return found
 
 
-def list_beside(db: Database, tables: Tables) -> dict[Path, Anchor | None]:
+def list_beside(db: Database, tables: Records) -> Anchors:
     """The anchors that lie outside of the database: beside the key, and in each release."""
     folders = [Path(row["folder"]) for row in tables.models()]
     places = [place for folder in folders for place in sorted(folder.glob("[0-9]*"))]
@@ -147,9 +146,7 @@ def list_beside(db: Database, tables: Tables) -> dict[Path, Anchor | None]:
     return {db.anchor_file: Anchor.load(db.anchor_file)} | found
 
 
-def find_cut(
-    end: Anchor, events: Sequence[Event], beside: dict[Path, Anchor | None], own: Path
-) -> list[str]:
+def find_cut(db: Database, end: Anchor, events: Sequence[Event], beside: Anchors) -> list[str]:
     """Anchors outside of the database that this chain does not go through."""
     said = [event.body["anchors"] for event in events if event.kind == "accepted"]
     accepted, problems = set(itertools.chain(*said)), list[str]()
@@ -157,7 +154,7 @@ def find_cut(
     for place, anchor in beside.items():
         if anchor is not None and anchor.head in accepted:
             continue
-        if place != own and str(place) not in begun:
+        if place != db.anchor_file and str(place) not in begun:
             problems.append(f"{place} is a release that this ledger does not know")
         if anchor is None:
             continue
@@ -176,12 +173,12 @@ def find_cut(
 def export_person(db: Database, person: object) -> bytes:
     """All requests of a person: facts, events, certificates, how to verify."""
     with db.reading() as tables:
-        about = requests.is_about(db.key.hash_person(person))
+        about = records.is_about(db.key.hash_person(person))
         numbers = [row["number"] for row in tables.find(REQUESTS, about)]
         if not numbers:
             raise InputError("person has no request in this ledger; check how it is written")
         events = check_tables(tables)
-        found = show_requests(tables, numbers)
+        found = tables.show_requests(numbers)
         files = {
             "requests.json": _dump([request.model_dump(mode="json") for request in found]),
             "events.json": _dump(_choose(tables, events, set(numbers))),
@@ -192,8 +189,8 @@ def export_person(db: Database, person: object) -> bytes:
         for answer in (one for request in found for one in request.answers):
             if answer.release is None:
                 continue
-            model = need_model(tables, answer.model)
-            row = read_release(tables, model, answer.release)
+            model = tables.need_model(answer.model)
+            row = tables.read_release(model, answer.release)
             check_finished(tables, model, row)
             name, parent = (
                 f"{answer.model}/{answer.release:04d}/certificate.json",
@@ -211,7 +208,7 @@ def export_person(db: Database, person: object) -> bytes:
     return made.getvalue()
 
 
-def _choose(tables: Tables, events: list[Event], numbers: set[int]) -> list[dict[str, Any]]:
+def _choose(tables: Records, events: list[Event], numbers: set[int]) -> list[dict[str, Any]]:
     """The events about these requests, with what is needed to check each: the hash before it, and
     the body with its salt, unless that names the requests of others."""
     found, previous = list[dict[str, Any]](), START

@@ -82,13 +82,12 @@ def make_key(path: Path) -> Key:
     """A new key file, for its owner alone; one that is there is used."""
     if not path.exists():
         try:
-            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+            with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(secrets.token_hex(32).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
         except OSError:
             raise InputError.of("key", str(path), "a file in a folder that exists") from None
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_hex(32).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
     return read_key(path)
 
 

@@ -10,12 +10,11 @@ from typing import Any, get_args
 from sqlalchemy import insert, select
 
 from expunge import InputError
-from expunge_ledger import evidence, models, registry, requests, work
+from expunge_ledger import evidence, models, records, work
 from expunge_ledger.chain import Anchor, Event
 from expunge_ledger.database import Database
 from expunge_ledger.deeds import WITHDRAWN
-from expunge_ledger.registry import Model, Role, Token, check_name, list_tokens, need_model
-from expunge_ledger.requests import Request, check_reason, show_requests
+from expunge_ledger.records import Model, Request, Role, Token, check_name, check_reason
 from expunge_ledger.schema import LEASES, WORK
 from expunge_ledger.work import Done, Worker
 
@@ -63,7 +62,7 @@ class Ledger(Database):
         with self.writing() as tables:
             rows = tables.models()
             if any(facts.items() <= row.items() for row in rows):
-                need_model(tables, name, used=True)
+                tables.need_model(name, used=True)
             else:
                 _check_places(found, facts, rows)
                 tables.record(
@@ -73,7 +72,7 @@ class Ledger(Database):
                 row = {"model": len(rows) + 1, "until": 0.0}
                 tables.connection.execute(insert(LEASES).values(**row))
         if found.kind == "job":
-            registry.add_seen(self, name, found.everybody, found.hash_weights())
+            self.add_seen(name, found.everybody, found.hash_weights())
         self.advance_anchor()
         return self.models(name)[0]
 
@@ -81,8 +80,8 @@ class Ledger(Database):
         """File a request to forget a person in ``model=``, or in all; ``received=`` today, ``due=``
         a month later by default, ``reason=``. The same again is the one that is there."""
         with self.writing() as tables:
-            number, new = requests.file_request(tables, person, **given)
-            (found,) = show_requests(tables, [number])
+            number, new = tables.file_request(person, **given)
+            (found,) = tables.show_requests([number])
         return found.model_copy(update={"new": new})
 
     def requests(
@@ -90,44 +89,44 @@ class Ledger(Database):
         after: int = 0, most: int | None = None,
     ) -> tuple[Request, ...]:  # fmt: skip
         """Requests by number, ``after`` a number, at ``most`` so many."""
-        if state is not None and state not in requests.STATES:
-            raise InputError.of("state", state, "one of " + ", ".join(requests.STATES))
-        about = [] if person is None else [requests.is_about(self.key.hash_person(person))]
+        if state is not None and state not in records.STATES:
+            raise InputError.of("state", state, "one of " + ", ".join(records.STATES))
+        about = [] if person is None else [records.is_about(self.key.hash_person(person))]
         with self.reading() as tables:
-            seen = requests.look_up(tables, *about, model=model)
+            seen = tables.look_up(*about, model=model)
             chosen = select(seen.c.number).where(seen.c.number > after)
             chosen = chosen if state is None else chosen.where(seen.c.state == state)
             numbers = tables.connection.execute(chosen.order_by(seen.c.number).limit(most))
-            return tuple(show_requests(tables, numbers.scalars().all()))
+            return tuple(tables.show_requests(numbers.scalars().all()))
 
     def get(self, number: int) -> Request:
         """One request; :class:`InputError` if there is none of this number."""
         with self.reading() as tables:
-            for found in show_requests(tables, [number] * (0 < number <= requests.MOST_NUMBER)):
+            for found in tables.show_requests([number] * (0 < number <= records.MOST_NUMBER)):
                 return found
         raise InputError.of("request", number, "the number of a request of this ledger")
 
     def read_reason(self, number: int) -> str | None:
         """What was sent with a request."""
         with self.reading() as tables:
-            return requests.read_secrets(tables, "reason", [number]).get(number)
+            return tables.read_secrets("reason", [number]).get(number)
 
     def withdraw(self, number: int, reason: str = "") -> Request:
         """The person takes the request back; not while it is being worked on."""
         with self.writing() as tables:
-            requests.end_request(tables, number, "withdrawn", reason)
+            tables.end_request(number, "withdrawn", reason)
         return self.get(number)
 
     def refuse(self, number: int, reason: str) -> Request:
         """Refuse a request, with a reason; not while it is being worked on."""
         with self.writing() as tables:
-            requests.end_request(tables, number, "refused", reason)
+            tables.end_request(number, "refused", reason)
         return self.get(number)
 
     def models(self, name: str | None = None) -> tuple[Model, ...]:
         """The registered models, or the one of this name, with their releases."""
         with self.reading() as tables:
-            return registry.list_models(tables, name)
+            return tables.list_models(name)
 
     def events(self, *, request: int | None = None) -> tuple[Event, ...]:
         """The chain of events; or those of one request."""
@@ -162,14 +161,14 @@ class Ledger(Database):
         the requests that waited for it, which are answered without it."""
         check_reason(withdrawn, "why nobody uses the model any more")
         with self.writing() as tables:
-            row = need_model(tables, model, used=True)
+            row = tables.need_model(model, used=True)
             if row["begun"] is not None:
                 raise InputError(f"{model} has work that began; finish it with expunge-ledger work")
             numbers = sorted(part["request"] for part in tables.live(row))
             tables.load(numbers)
             tag = self.key.tag(WITHDRAWN, withdrawn)
             tables.record("retired", model=model, withdrawn=tag, requests=numbers)
-            requests.drop_names(tables, numbers)
+            tables.drop_names(numbers)
         self.advance_anchor()
         return tuple(numbers)
 
@@ -197,7 +196,7 @@ class Ledger(Database):
         """The person of this request is back in a model on purpose, and may stay. Only of somebody
         who is back: else a backup could bring them back later, and nobody would ask."""
         with self.reading() as tables:
-            row = need_model(tables, model)
+            row = tables.need_model(model)
         forgotten = work.list_forgotten(self, row)
         names = [name for name, numbers in forgotten.items() if numbers[-1] == number]
         if row["kind"] == "job" or not names:
@@ -215,19 +214,19 @@ class Ledger(Database):
         if role not in get_args(Role):
             raise InputError.of("role", role, "one of " + ", ".join(get_args(Role)))
         secret = "expunge_" + secrets.token_urlsafe(32)
-        hashed = self.key.tag("token", registry.hash_token(secret))
+        hashed = self.key.tag("token", records.hash_token(secret))
         with self.writing() as tables:
-            if any(one.name == name for one in list_tokens(tables)):
+            if any(one.name == name for one in tables.list_tokens()):
                 raise InputError.of("name", name, "new: there is a token of this name")
             if model is not None:
-                need_model(tables, model)
+                tables.need_model(model)
             tables.record("token", did="made", name=name, role=role, model=model, hash=hashed)
         return secret
 
     def revoke_token(self, name: str) -> None:
         """From now on the token opens nothing; what was filed with it stays."""
         with self.writing() as tables:
-            names = [one.name for one in list_tokens(tables)]
+            names = [one.name for one in tables.list_tokens()]
             if name not in names:
                 raise InputError.of("name", name, f"one of {names}")
             tables.record("token", did="revoked", name=name)
@@ -235,12 +234,12 @@ class Ledger(Database):
     def tokens(self) -> tuple[Token, ...]:
         """All tokens that open something, by name."""
         with self.reading() as tables:
-            return list_tokens(tables)
+            return tables.list_tokens()
 
     def find_token(self, hashed: str) -> Token | None:
         """The token of which this is :func:`hash_token`, if it opens something."""
         with self.reading() as tables:
-            return next(iter(list_tokens(tables, hashed)), None)
+            return next(iter(tables.list_tokens(hashed)), None)
 
     def verify(self, *, certificates: bool = True) -> evidence.Verified:
         """The chain, the tables by the chain, the anchors and the certificates; or what differs."""

@@ -164,7 +164,7 @@ class Tables(Rows):
         found = list[Event]()
         chosen = select(EVENTS).where(*where).order_by(EVENTS.c.number)
         for row in self.connection.execute(chosen).mappings():
-            if not hmac.compare_digest(self._mac(EVENTS, dict(row)), row["mac"]):
+            if not hmac.compare_digest(self._sign(EVENTS, dict(row))["mac"], row["mac"]):
                 raise broken(f"event {row['number']} was not written with the key of this ledger")
             body = json.loads(row["body"])
             found.append(Event(row["number"], row["at"], row["kind"], body, row["hash"]))
@@ -222,7 +222,7 @@ class Tables(Rows):
         mac, key = found.pop("mac"), find_key(table, found)
         if (cached := self.rows[table].get(key)) is not None:  # read before, maybe changed since
             return cached
-        if not hmac.compare_digest(self._mac(table, found), mac):
+        if not hmac.compare_digest(self._sign(table, found)["mac"], mac):
             shown = " of ".join(map(str, key))
             raise broken(f"{table.name}: {shown} was not written with the key of this ledger")
         self.put(table, found)
@@ -230,10 +230,7 @@ class Tables(Rows):
         return found
 
     def _sign(self, table: Table, row: Row) -> Row:
-        return row | {"mac": self._mac(table, row)}
-
-    def _mac(self, table: Table, row: Row) -> str:
-        return mac_row(self.key, self.ledger, table, row)
+        return row | {"mac": mac_row(self.key, self.ledger, table, row)}
 
     def _hash_term(self, mac: str) -> int:
         return int(self.key.tag("term", mac)[: 2 * _WIDTH], 16)

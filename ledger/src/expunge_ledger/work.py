@@ -32,10 +32,9 @@ from expunge import ExpungeError, InputError, RunError, UnlearningError, Verific
 from expunge_ledger import models
 from expunge_ledger.database import Database, connected
 from expunge_ledger.deeds import ALREADY, FORGOTTEN, LIVE, NOT_HELD, Row
-from expunge_ledger.registry import add_seen, mark, need_model, read_release, read_seen
-from expunge_ledger.requests import drop_names, read_names
+from expunge_ledger.records import Records, mark
 from expunge_ledger.schema import LEASES, RELEASES, WORK
-from expunge_ledger.tables import Tables, read_now
+from expunge_ledger.tables import read_now
 
 ANCHOR, SECONDS = "ledger.json", 60.0
 Report = Callable[[str, str], None]
@@ -96,7 +95,7 @@ class Worker:
             if value is not None and not 0 < value < 1e9:
                 raise InputError.of(field_, value, "a number > 0")
         with self.db.reading() as tables:
-            self.model = need_model(tables, self.name, used=True)
+            self.model = tables.need_model(self.name, used=True)
         self.worker = f"{platform.node()[:40]}/{os.getpid()}/{secrets.token_hex(4)}"
         self._row = LEASES.c.model == self.model["id"]
 
@@ -130,7 +129,7 @@ class Worker:
             mine = self._row & (LEASES.c.worker == self.worker)
             return bool(connection.execute(update(LEASES).where(mine).values(**values)).rowcount)
 
-    def check(self, tables: Tables) -> None:
+    def check(self, tables: Records) -> None:
         """Refuse to go on when another did."""
         chosen = select(LEASES.c.worker).where(self._row)
         if tables.connection.execute(chosen).scalar_one_or_none() != self.worker:
@@ -159,7 +158,7 @@ class Worker:
             thread.join()
             self.give_back()
 
-    def choose(self, tables: Tables, model: Row) -> list[int]:
+    def choose(self, tables: Records, model: Row) -> list[int]:
         """The requests of the next round, those that are due first."""
         waiting = sorted(tables.live(model), key=lambda part: (part["due"], part["request"]))
         soon = (read_now() + timedelta(days=self.days)).date().isoformat()
@@ -181,9 +180,9 @@ class Worker:
     def _work(self) -> Done:
         try:
             with self.db.reading() as tables:
-                model = self.model = need_model(tables, self.name)
+                model = self.model = tables.need_model(self.name)
                 numbers = [] if model["begun"] else self.choose(tables, model)
-                people = read_names(tables, numbers)
+                people = tables.read_names(numbers)
             self.report(self.name, "taken")
             self.open()
             return self.finish(self._look(people) if model["begun"] is None else Done(self.name))
@@ -201,7 +200,7 @@ class Worker:
                 self.open()
                 if returned := find_returned(self.db, self.model, self.found):
                     with self.db.writing() as tables:
-                        now = need_model(tables, self.name)
+                        now = tables.need_model(self.name)
                         place = Path(now["folder"]) / f"{now['begun'] or 0:04d}"
                         if not models.is_written(place):
                             numbers = [n for one in returned.values() for n in one]
@@ -225,7 +224,7 @@ class Worker:
         found, said, asked = self.found, dict[int, str](), set(people.values())
         there, job = found.find(asked), found.kind == "job"
         if job:
-            add_seen(self.db, self.name, found.everybody)
+            self.db.add_seen(self.name, found.everybody)
         self.check_returned(asked)
         outcomes, batch, absent = dict[int, Any](), list[int](), dict[int, str]()
         # The data of a job keep whom its releases forgot; who is in a state is to be forgotten.
@@ -252,7 +251,7 @@ class Worker:
             earlier = [numbers[-1] for name, numbers in forgotten.items() if name in others]
         with self.db.writing() as tables:
             self.check(tables)
-            now = need_model(tables, self.name)
+            now = tables.need_model(self.name)
             if now["begun"] is not None or now["retired"] is not None:
                 raise RunError(_SILENT)
             still = {part["request"] for part in tables.live(now)}  # nobody withdrew meanwhile
@@ -261,7 +260,7 @@ class Worker:
             if outcomes:
                 named = {str(number): one for number, one in outcomes.items()}
                 tables.record("settled", model=self.name, outcomes=named)
-                drop_names(tables, outcomes)
+                tables.drop_names(outcomes)
             if batch := [number for number in batch if number in still]:
                 self.begin(tables, now, batch + earlier)
         count, why = sum(one[0] == ALREADY for one in outcomes.values()), sorted(said.items())
@@ -281,7 +280,7 @@ class Worker:
                     part = tables.get(WORK, before, self.model["id"])
                     if part is None or part["release"] is None or part["readmitted"] is not None:
                         continue
-                    release = read_release(tables, self.model, part["release"])
+                    release = tables.read_release(self.model, part["release"])
                     found.setdefault(number, 0)
                     with suppress(ExpungeError, OSError):
                         check_finished(tables, self.model, release)
@@ -298,7 +297,7 @@ class Worker:
         if self.found.kind == "state":
             return reasons
         with self.db.reading() as tables:
-            marks, weights = read_seen(tables, need_model(tables, self.name))
+            marks, weights = tables.read_seen(tables.need_model(self.name))
         if weights != self.found.hash_weights():
             return dict.fromkeys(absent, _OTHER_WEIGHTS) | reasons
         key = self.db.key
@@ -320,7 +319,7 @@ class Worker:
                 f"expunge-ledger register {self.name} --readmit REQUEST lets somebody stay"
             )
 
-    def begin(self, tables: Tables, model: Row, requests: list[int], replay: int = 0) -> None:
+    def begin(self, tables: Records, model: Row, requests: list[int], replay: int = 0) -> None:
         """Write whom the next release names, before anything of them is destroyed."""
         number, folder = model["begun"], Path(model["folder"])
         if number is None:
@@ -337,16 +336,16 @@ class Worker:
         requests."""
         found, parent = self.found, None
         with self.db.reading() as tables:
-            model = self.model = need_model(tables, self.name)
+            model = self.model = tables.need_model(self.name)
             if model["begun"] is None:
                 return done
-            begun = read_release(tables, model, model["begun"])
-            names = read_names(tables, json.loads(begun["requests"]))
+            begun = tables.read_release(model, model["begun"])
+            names = tables.read_names(json.loads(begun["requests"]))
             people, directory = set(names.values()), Path(begun["directory"])
             tables.load(names)
             parts = {number: tables.get(WORK, number, model["id"]) or {} for number in names}
             if found.kind == "job" and model["finished"]:
-                last = read_release(tables, model, model["finished"])
+                last = tables.read_release(model, model["finished"])
                 parent = Path(last["directory"])
                 models.read_certificate(parent, last["certificate"])
         if not self.renew():
@@ -400,7 +399,7 @@ class Worker:
                     "released", model=self.name, release=begun["number"], requests=numbers,
                     certificate=made.sha256, parent=made.parent, generation=generation,
                 )  # fmt: skip
-                drop_names(tables, numbers)
+                tables.drop_names(numbers)
             anchor = tables.anchor()
         anchor.write(directory / ANCHOR)
 
@@ -414,14 +413,14 @@ class Worker:
         with suppress(ExpungeError), self.db.reading() as tables:
             fits = (WORK.c.model == self.model["id"], WORK.c.state.in_(LIVE))
             numbers = tables.connection.execute(select(WORK.c.request).where(*fits).limit(1000))
-            for number, known in read_names(tables, numbers.scalars().all()).items():
+            for number, known in tables.read_names(numbers.scalars().all()).items():
                 sentence = sentence.replace(repr(known), f"the person of {number}")
         return sentence
 
 
-def check_finished(tables: Tables, model: Row, release: Row) -> None:
+def check_finished(tables: Records, model: Row, release: Row) -> None:
     """Refuse a finished release of which anything does not hold any more."""
-    names = read_names(tables, json.loads(release["requests"]))
+    names = tables.read_names(json.loads(release["requests"]))
     last = release["number"] == model["finished"] and model["retired"] is None
     place = Path(release["directory"])
     found = models.check_release(place, names.values(), release["certificate"], last)
@@ -436,7 +435,7 @@ def list_forgotten(db: Database, model: Row) -> dict[str, list[int]]:
     with db.reading() as tables:
         tables.prove()
         parts = tables.find(WORK, WORK.c.model == model["id"], WORK.c.outcome == FORGOTTEN)
-        names = read_names(tables, [part["request"] for part in parts])
+        names = tables.read_names([part["request"] for part in parts])
         for part in sorted(parts, key=lambda one: (one["release"], one["request"])):
             name = names[part["request"]]
             if part["readmitted"] is None:

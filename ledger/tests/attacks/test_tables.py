@@ -11,7 +11,7 @@ import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.keys import Key
 from expunge_ledger.models import Model
-from expunge_ledger.registry import hash_token
+from expunge_ledger.records import hash_token
 from ledger.tests.life import list_states, put, read, write
 from ledger.tests.stand_in import learn_again, make_state
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from expunge_ledger import models
-from expunge_ledger.requests import read_pace
+from expunge_ledger.records import read_pace
 from expunge_ledger.server.desk import Desk
 from ledger.tests.life import Killed, die, let_lease_end
 from ledger.tests.server_run import Life

@@ -21,7 +21,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
 from expunge import ExpungeError
-from expunge_ledger import requests
+from expunge_ledger import records
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.server import pages
 from expunge_ledger.server.desk import Desk
@@ -66,7 +66,7 @@ def make_api(service: Service) -> APIRouter:
     refused: dict[int | str, Any] = {code: {"model": Refused} for code in CODES}
     router = APIRouter(prefix="/api", responses=refused, route_class=StrictRoute)
     more: dict[str, dict[str, Any]] = {
-        "file_request": {"status_code": 201, "responses": {200: {"model": requests.Request}}},
+        "file_request": {"status_code": 201, "responses": {200: {"model": records.Request}}},
         "work_on_model": {"status_code": 202},
         "download": {"response_class": Response, "responses": {200: {"content": SENT}}},
         "export": {"response_class": Response,

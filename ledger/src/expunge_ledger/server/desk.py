@@ -7,7 +7,6 @@ goes on. A server that starts asks for every model on which work had begun.
 from __future__ import annotations
 
 import threading
-from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel
@@ -15,7 +14,6 @@ from pydantic import BaseModel
 from expunge import ExpungeError
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.server.gate import LOG
-from expunge_ledger.tables import read_now
 
 Stage = Literal[
     "waiting", "busy", "taken", "looking", "forgetting", "checking", "done", "nothing", "failed"
@@ -27,7 +25,6 @@ class Progress(BaseModel):
 
     model: str
     stage: Stage
-    since: datetime
     said: str = ""
     over: bool = False
 
@@ -102,5 +99,5 @@ class Desk:
         with self._lock:
             before = self.progress[model].said if model in self.progress else ""
             facts = {"model": model, "stage": stage, "said": (said or before).strip()}
-            facts |= {"over": stage in ("done", "nothing", "failed"), "since": read_now()}
+            facts |= {"over": stage in ("done", "nothing", "failed")}
             self.progress[model] = Progress.model_validate(facts)

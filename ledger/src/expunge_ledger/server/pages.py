@@ -22,8 +22,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel, ValidationError
 
 from expunge import ExpungeError
-from expunge_ledger.registry import Token, hash_token
-from expunge_ledger.requests import PACES, Pace
+from expunge_ledger.records import PACES, Pace, Token, hash_token
 from expunge_ledger.server import service as api
 from expunge_ledger.server.gate import RefusedError, check_type
 from expunge_ledger.server.service import KINDS, MAY, PAGE, Kind, Service, allow

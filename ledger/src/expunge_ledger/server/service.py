@@ -31,18 +31,28 @@ from sqlalchemy import case, func, select
 
 import expunge
 from expunge import ExpungeError, InputError, RunError, VerificationError
-from expunge_ledger import requests
+from expunge_ledger import records
 from expunge_ledger.chain import Event
 from expunge_ledger.evidence import Verified, inspect_model
 from expunge_ledger.keys import read_person
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.models import read_certificate
-from expunge_ledger.registry import Model, Role, Token, hash_token, need_model
-from expunge_ledger.requests import MOST_NUMBER, PACES, STATES, Pace, State, is_about, show_requests
+from expunge_ledger.records import (
+    MOST_NUMBER,
+    PACES,
+    STATES,
+    Model,
+    Pace,
+    Records,
+    Role,
+    State,
+    Token,
+    hash_token,
+    is_about,
+)
 from expunge_ledger.schema import FILINGS, REQUESTS, WORK
 from expunge_ledger.server.desk import Desk, Progress
 from expunge_ledger.server.gate import Rate, RefusedError
-from expunge_ledger.tables import Tables
 
 Act = Literal["file", "find", "models", "verify", "work", "end", "reason", "export"]
 MAY: dict[Role, frozenset[Act]] = {
@@ -127,7 +137,7 @@ class Me(BaseModel):
 class Requests(BaseModel):
     """A page of requests, how many there are in all, and how many wait at which pace."""
 
-    requests: list[requests.Request]
+    requests: list[records.Request]
     total: int
     page: int = 1
     waiting: dict[Pace, int] = {}
@@ -190,9 +200,7 @@ class Service:
         waiting: dict[Pace, int] = {one: counts.get(one, 0) for one in PACES}
         return Requests(requests=found, total=total, page=page, waiting=waiting)
 
-    def file_request(
-        self, token: Caller, sent: RequestSent, response: Response
-    ) -> requests.Request:
+    def file_request(self, token: Caller, sent: RequestSent, response: Response) -> records.Request:
         """File a request; 200 and the request that is there, if it was filed before."""
         allow(token, "file")
         try:
@@ -221,7 +229,7 @@ class Service:
         found = self._find(token, about)
         return Requests(requests=found, total=len(found))
 
-    def show_request(self, token: Caller, number: Number) -> requests.Request:
+    def show_request(self, token: Caller, number: Number) -> records.Request:
         """One request, with its clock and what it asks of each model."""
         for found in self._find(token, REQUESTS.c.number == number):
             return found
@@ -241,18 +249,18 @@ class Service:
         self.show_request(token, number)
         return {"reason": self.ledger.read_reason(number)}
 
-    def refuse_request(self, token: Caller, number: Number, sent: WhySent) -> requests.Request:
+    def refuse_request(self, token: Caller, number: Number, sent: WhySent) -> records.Request:
         """Refuse a request, with a reason that whoever filed it can read."""
         if not (sent.reason or "").strip():
             allow(token, "end")
             raise RefusedError(422, "reason: say why the request is refused")
         return self._end(token, number, sent, self.ledger.acting(token.name).refuse)
 
-    def withdraw_request(self, token: Caller, number: Number, sent: WhySent) -> requests.Request:
+    def withdraw_request(self, token: Caller, number: Number, sent: WhySent) -> records.Request:
         """The person takes the request back."""
         return self._end(token, number, sent, self.ledger.acting(token.name).withdraw)
 
-    def _end(self, token: Token, number: int, sent: WhySent, end: Any) -> requests.Request:
+    def _end(self, token: Token, number: int, sent: WhySent, end: Any) -> records.Request:
         allow(token, "end")
         self.show_request(token, number)
         if not self.may_end(token, number):
@@ -314,7 +322,7 @@ class Service:
         allow(token, "verify")
         count = len(self._find_model(token, model).releases)
         with self._one_at_a_time(), self.ledger.reading() as tables:
-            found = inspect_model(tables, need_model(tables, model), only)
+            found = inspect_model(tables, tables.need_model(model), only)
         said = [f"release {number}: {self.hide(one)}" for number, one in found]
         return Verified(holds=not said, differences=said, releases=1 if only else count)
 
@@ -384,26 +392,26 @@ class Service:
     def _is_own(self, token: Token, model: str, release: int) -> bool:
         """Whether a release answers what a token filed."""
         with self.ledger.reading() as tables:
-            fits = (WORK.c.model == need_model(tables, model)["id"], WORK.c.release == release)
+            fits = (WORK.c.model == tables.need_model(model)["id"], WORK.c.release == release)
             answered = REQUESTS.c.number.in_(select(WORK.c.request).where(*fits))
         return bool(self._find(token, answered))
 
-    def _find(self, token: Token, *where: Any) -> list[requests.Request]:
+    def _find(self, token: Token, *where: Any) -> list[records.Request]:
         with self.ledger.reading() as tables:
             return self._show(tables, token, select(self._look_up(tables, token, *where).c.number))
 
-    def _look_up(self, tables: Tables, token: Token, *where: Any, model: str | None = None) -> Any:
+    def _look_up(self, tables: Records, token: Token, *where: Any, model: str | None = None) -> Any:
         if token.role == "requester":
             mine = select(FILINGS.c.request).where(FILINGS.c.token == token.name)
             where += (REQUESTS.c.number.in_(mine),)
-        return requests.look_up(tables, *where, own=token.model, model=model)
+        return tables.look_up(*where, own=token.model, model=model)
 
-    def _show(self, tables: Tables, token: Token, chosen: Any) -> list[requests.Request]:
+    def _show(self, tables: Records, token: Token, chosen: Any) -> list[records.Request]:
         """Requests in the order of the numbers ``chosen``; who filed them is proved by its row."""
         numbers: list[int] = list(tables.connection.execute(chosen).scalars())
         if token.role == "requester":
             numbers = [n for n in numbers if tables.get(FILINGS, token.name, n) is not None]
-        return show_requests(tables, numbers, token.model)
+        return tables.show_requests(numbers, token.model)
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None]:
