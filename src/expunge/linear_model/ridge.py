@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,14 +25,14 @@ import numpy as np
 from scipy import linalg
 from threadpoolctl import ThreadpoolController
 
-from expunge.linear_model.system import Moments, Pair, Reals, System, find_intercept, make_system
-from expunge.linear_model.wide import add_exactly
+from expunge.linear_model.system import Moments, Reals, System, find_intercept, make_system
+from expunge.linear_model.wide import add_exactly, add_to, multiply_exactly
 
 GRID = 2.0**-48
 _SMALL = 384  # below this a float64 factor costs nothing
-_TILE = 128  # rows that stay in a cache
-_DEPTHS = (2, 4, 6)  # slices of W
-_DEEPEST = 7  # slices of M, where it has that many digits
+_TILE = 32  # rows that stay in a cache
+_SLICES = 4  # of a float64: their bits are more than it has
+_RESIDUALS = 3
 _REFINEMENTS = 6
 _ROUND = 2.0**-53
 
@@ -145,15 +147,11 @@ def _approach(system: System, inverse: Callable[[Reals], Reals]) -> Reals | None
 def _refine(system: System, inverse: Callable[[Reals], Reals], W: Reals) -> Reals | None:
     """Exact residuals, corrections to them, and the bound, until every rounding is certain."""
     M = system.matrix[0]
-    p = len(M)
     length = float(np.linalg.norm(M))
-    slip = (p + 5) * _ROUND * length  # of one product M δ in float64, for ‖δ‖ = 1
-    rest = np.zeros_like(W)
-    q, bound = W, np.full(W.shape[1], math.inf)
-    for depth in _DEPTHS:
-        slices, units, bits = _cut_columns(W, rest, depth)
-        R, error = _find_residual(system, slices, units, bits)
-        hi, lo = _join(slices, units, bits)
+    slip = (len(M) + 5) * _ROUND * length  # of one product M δ in float64, for ‖δ‖ = 1
+    rest, q, bound = np.zeros_like(W), W, np.full(W.shape[1], math.inf)
+    for _ in range(_RESIDUALS):
+        W, lo, R, error = _find_residual(system, W, rest)
         rest = np.zeros_like(W)
         for _ in range(_REFINEMENTS):
             step = inverse(R)
@@ -162,12 +160,12 @@ def _refine(system: System, inverse: Callable[[Reals], Reals], W: Reals) -> Real
             error = error + slip * np.linalg.norm(step, axis=0)
             error = error + _ROUND * length * np.linalg.norm(rest, axis=0)
             before, bound = bound, (np.linalg.norm(R, axis=0) + error) / system.least * 1.0001
-            q, certain = _round(hi, lo, rest, bound)
+            q, certain = _round(W, lo, rest, bound)
             if certain:
                 return q
             if not (bound < before / 4).any():
                 break
-        W, rest = hi, lo + rest
+        rest = lo + rest
     return q if float(bound.max()) < GRID * 2.0**-20 else None
 
 
@@ -185,61 +183,63 @@ def _round(hi: Reals, lo: Reals, rest: Reals, bound: Reals) -> tuple[Reals, bool
     return total * GRID, not narrow.any()
 
 
-def _cut_columns(W: Reals, rest: Reals, depth: int) -> tuple[list[Reals], Reals, int]:
-    """W + rest as slices of whole numbers: Σ_t 2^(-bits (t+1)) units · slices[t]."""
-    bits = (53 - max(len(W) - 1, 1).bit_length()) // 2
-    _, exponent = np.frexp(np.abs(W).max(axis=0, initial=0.0))
-    units = np.ldexp(1.0, exponent)
-    left, added, slices = W / units, rest / units, list[Reals]()
-    for t in range(depth):
-        if t == 3:  # W has no digits left
-            left = left + added
-        whole = np.rint(np.ldexp(left, bits * (t + 1)))
-        left = left - np.ldexp(whole, -bits * (t + 1))
+def _cut(values: Reals, unit: Any, bits: int, count: int) -> tuple[list[Reals], Reals]:
+    """values = Σ_t 2^(-bits (t+1)) unit · slices[t] + what is left; slices are at most 2^bits."""
+    slices, left = list[Reals](), values.copy()
+    while len(slices) < count and left.any():
+        grid = unit * 2.0 ** (-bits * (len(slices) + 1))
+        whole = left / grid  # by a power of two: exact, as all of this is
+        np.rint(whole, out=whole)
         slices.append(whole)
-    return slices, units, bits
+        left -= whole * grid
+    return slices, left
 
 
-def _join(slices: list[Reals], units: Reals, bits: int) -> Pair:
-    """The pair of float64 that the slices are; to 2^-104."""
-    hi, lo = np.zeros_like(slices[0]), np.zeros_like(slices[0])
-    for t, whole in enumerate(slices):
-        hi, error = add_exactly(hi, np.ldexp(whole, -bits * (t + 1)) * units)
-        lo = lo + error
-    return hi, lo
+def _find_residual(system: System, W: Reals, rest: Reals) -> tuple[Reals, Reals, Reals, Reals]:
+    """(hi, lo, R, error): R = C - M (hi + lo) to ``error`` a column, hi + lo about W + rest.
 
+    A slice of M times one of W is a whole number: bits of both and of the number of rows are 53.
+    """
+    p, q = W.shape
+    room = 53 - max(p - 1, 1).bit_length()
+    long = -(-2 * room // 3)
+    short = room - long
+    pieces, kept = list[tuple[Reals, Reals]](), list[Reals]()
+    for part in (W, rest):
+        unit = np.ldexp(1.0, np.frexp(np.abs(part).max(axis=0, initial=0.0))[1])
+        slices, left = _cut(part, unit, short, _SLICES)
+        pieces += [(whole, unit * 2.0 ** (-short * (t + 1))) for t, whole in enumerate(slices)]
+        kept.append(part - left)
+    joined = np.concatenate([whole for whole, _ in pieces], axis=1)
+    sums = tuple(part.copy() for part in system.right)
 
-def _find_residual(
-    system: System, slices: list[Reals], units: Reals, bits: int
-) -> tuple[Reals, Reals]:
-    """C - M W, and how far each column of it may be from the truth."""
-    hi, lo = system.matrix
-    p, q = slices[0].shape
-    joined, tail = np.concatenate(slices, axis=1), 0.0
-    R, low, lower = system.right[0].copy(), system.right[1].copy(), np.zeros((p, q))
-    for at in range(0, p, _TILE):
-        rows = slice(at, at + _TILE)
-        left, whole = hi[rows].copy(), np.empty_like(hi[rows])
-        for s in range(_DEEPEST):
-            if s == 3 and len(lo):
-                left += lo[rows]
-            shift = bits * (s + 1) - 1
-            np.multiply(left, 2.0**shift, out=whole)
-            np.rint(whole, out=whole)
-            products = whole @ joined
-            whole *= 2.0**-shift
-            left -= whole
-            for t in range(len(slices)):
-                unit = 2.0 ** (-shift - bits * (t + 1)) * units
-                part = products[:, t * q : (t + 1) * q] * unit
-                R[rows], error = add_exactly(R[rows], -part)
-                low[rows], error = add_exactly(low[rows], error)
-                lower[rows] += error
-            if (s >= 3 or not len(lo)) and not left.any():
-                break
-        tail = max(tail, float(np.abs(left).max(initial=0.0)))
-    longest = np.linalg.norm(np.ldexp(slices[0], -bits), axis=0) + 2.0**-bits * math.sqrt(p)
-    return R + (low + lower), longest * units * p * (tail + 2.0**-112)
+    def subtract(rows: slice, term: Reals) -> None:
+        for total, part in zip(sums, add_to(tuple(s[rows] for s in sums), -term), strict=True):
+            total[rows] = part
+
+    def work(at: int) -> float:
+        rows, tail = slice(at, at + _TILE), 0.0
+        for k, matrix in enumerate(system.matrix):
+            unit = 2.0 ** (1 - 52 * k)
+            slices, left = _cut(matrix[rows], unit, long, _SLICES)
+            tail += float(np.abs(left).max(initial=0.0))
+            for whole in slices:
+                products = whole @ joined
+                unit *= 2.0**-long
+                for t, (_, grid) in enumerate(pieces):
+                    subtract(rows, products[:, t * q : (t + 1) * q] * (grid * unit))
+        return tail
+
+    with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        tail = max(pool.map(work, range(0, p, _TILE)))
+    for part in kept:
+        for term in multiply_exactly(system.rest[:, None], part):
+            subtract(slice(None), term)
+    top, low = add_exactly(sums[0], sums[1])
+    R = top + (low + sums[2])
+    size = np.linalg.norm(W, axis=0) + 1
+    error = p * size * (tail + 2.0**-140) + 2.0**-52 * np.linalg.norm(R, axis=0)
+    return kept[0], kept[1], R, error
 
 
 def _solve_plain(system: System) -> Reals:
