@@ -76,6 +76,11 @@ class Objective:
         gradient = np.concatenate([g * self.scale[:, None], last[None]])
         return value / n + float(np.vdot(self.penalty * W, W)) / 2, gradient
 
+    def refine(self, V: Reals) -> tuple[float, Reals]:
+        """The same in float64, from now on."""
+        self.real = np.float64
+        return self.compute(V)
+
     def find_scores(self, V: Reals, rows: int) -> Reals:
         """z of the first rows."""
         W = V[:-1] * self.scale[:, None]
@@ -164,8 +169,11 @@ def _descend(
         left = float(np.abs(g * weigh).max())
         if left <= tol:
             break
-        if left <= _COARSE:
-            objective.real = np.float64
+        coarse = objective.real is np.float32
+        if coarse and left <= _COARSE:
+            value, g = objective.refine(V)
+            pairs.clear()
+            continue
         d, along = -g, list[float]()
         for s, y, bent in reversed(pairs):
             along.append(float(np.vdot(s, d)) / bent)
@@ -174,7 +182,7 @@ def _descend(
         for (s, y, bent), a in zip(pairs, reversed(along), strict=True):
             d += (a - float(np.vdot(y, d)) / bent) * s
         slope, step = float(np.vdot(g, d)), 1.0
-        noise = abs(value) * (1e-15 if objective.real is np.float64 else 3e-7)
+        noise = abs(value) * (3e-7 if coarse else 1e-15)
         while step > _LEAST_STEP:
             found, h = objective.compute(V + step * d)
             taken += 1
@@ -184,10 +192,9 @@ def _descend(
                 break
             step /= 2
         else:
-            if objective.real is np.float64:
+            if not coarse:
                 break
-            objective.real = np.float64  # what float32 can do is done
-            value, g = objective.compute(V)
+            value, g = objective.refine(V)  # what float32 can do is done
             pairs.clear()
             continue
         length *= step

@@ -31,7 +31,6 @@ from expunge.linear_model.wide import add_exactly, add_to, multiply_exactly
 GRID = 2.0**-48
 _SMALL = 384  # below this a float64 factor costs nothing
 _TILE = 32  # rows that stay in a cache
-_SLICES = 4  # of a float64: their bits are more than it has
 _RESIDUALS = 3
 _REFINEMENTS = 6
 _ROUND = 2.0**-53
@@ -146,26 +145,28 @@ def _approach(system: System, inverse: Callable[[Reals], Reals]) -> Reals | None
 
 def _refine(system: System, inverse: Callable[[Reals], Reals], W: Reals) -> Reals | None:
     """Exact residuals, corrections to them, and the bound, until every rounding is certain."""
-    M = system.matrix[0]
+    M, sums = system.matrix[0], tuple(part.copy() for part in system.right)
     length = float(np.linalg.norm(M))
     slip = (len(M) + 5) * _ROUND * length  # of one product M δ in float64, for ‖δ‖ = 1
-    rest, q, bound = np.zeros_like(W), W, np.full(W.shape[1], math.inf)
+    hi, R, exact = _subtract(system, sums, W)
+    lo, q, bound = np.zeros_like(W), W, np.full(W.shape[1], math.inf)
     for _ in range(_RESIDUALS):
-        W, lo, R, error = _find_residual(system, W, rest)
-        rest = np.zeros_like(W)
+        rest, error = np.zeros_like(W), exact + 2 * _ROUND * np.linalg.norm(R, axis=0)
         for _ in range(_REFINEMENTS):
             step = inverse(R)
             rest = rest + step
             R = R - M @ step
             error = error + slip * np.linalg.norm(step, axis=0)
             error = error + _ROUND * length * np.linalg.norm(rest, axis=0)
-            before, bound = bound, (np.linalg.norm(R, axis=0) + error) / system.least * 1.0001
-            q, certain = _round(W, lo, rest, bound)
+            size = np.linalg.norm(R, axis=0)
+            before, bound = bound, (size + error) / system.least * 1.0001
+            q, certain = _round(hi, lo, rest, bound)
             if certain:
                 return q
-            if not (bound < before / 4).any():
+            if (size < 8 * error).all() or not (bound < before / 4).any():
                 break
-        rest = lo + rest
+        part, R, error = _subtract(system, sums, rest)
+        lo, exact = lo + part, exact + error
     return q if float(bound.max()) < GRID * 2.0**-20 else None
 
 
@@ -176,7 +177,7 @@ def _round(hi: Reals, lo: Reals, rest: Reals, bound: Reals) -> tuple[Reals, bool
     shift = np.rint(r / GRID)
     r = r - shift * GRID
     margin = GRID / 2 - np.abs(r)
-    narrow = margin <= bound + 2.0**-50 * GRID
+    narrow = margin <= bound + 2.0**-50 * (GRID + np.abs(lo) + np.abs(rest))
     total = q + shift
     other = total + np.sign(r)
     total = np.where(narrow & (np.abs(other) < np.abs(total)), other, total)
@@ -195,8 +196,8 @@ def _cut(values: Reals, unit: Any, bits: int, count: int) -> tuple[list[Reals], 
     return slices, left
 
 
-def _find_residual(system: System, W: Reals, rest: Reals) -> tuple[Reals, Reals, Reals, Reals]:
-    """(hi, lo, R, error): R = C - M (hi + lo) to ``error`` a column, hi + lo about W + rest.
+def _subtract(system: System, sums: tuple[Reals, ...], W: Reals) -> tuple[Reals, Reals, Reals]:
+    """Take M W' from ``sums``, W' about W: (W', what is left, how far each column may be off).
 
     A slice of M times one of W is a whole number: bits of both and of the number of rows are 53.
     """
@@ -204,14 +205,10 @@ def _find_residual(system: System, W: Reals, rest: Reals) -> tuple[Reals, Reals,
     room = 53 - max(p - 1, 1).bit_length()
     long = -(-2 * room // 3)
     short = room - long
-    pieces, kept = list[tuple[Reals, Reals]](), list[Reals]()
-    for part in (W, rest):
-        unit = np.ldexp(1.0, np.frexp(np.abs(part).max(axis=0, initial=0.0))[1])
-        slices, left = _cut(part, unit, short, _SLICES)
-        pieces += [(whole, unit * 2.0 ** (-short * (t + 1))) for t, whole in enumerate(slices)]
-        kept.append(part - left)
-    joined = np.concatenate([whole for whole, _ in pieces], axis=1)
-    sums = tuple(part.copy() for part in system.right)
+    unit = np.ldexp(1.0, np.frexp(np.abs(W).max(axis=0, initial=0.0))[1])
+    pieces, left = _cut(W, unit, short, 3)
+    W = W - left
+    joined = np.concatenate([np.zeros((p, 0)), *pieces], axis=1)
 
     def subtract(rows: slice, term: Reals) -> None:
         for total, part in zip(sums, add_to(tuple(s[rows] for s in sums), -term), strict=True):
@@ -220,26 +217,23 @@ def _find_residual(system: System, W: Reals, rest: Reals) -> tuple[Reals, Reals,
     def work(at: int) -> float:
         rows, tail = slice(at, at + _TILE), 0.0
         for k, matrix in enumerate(system.matrix):
-            unit = 2.0 ** (1 - 52 * k)
-            slices, left = _cut(matrix[rows], unit, long, _SLICES)
+            small = 2.0 ** (1 - 52 * k)
+            slices, left = _cut(matrix[rows], small, long, 4)
             tail += float(np.abs(left).max(initial=0.0))
             for whole in slices:
-                products = whole @ joined
-                unit *= 2.0**-long
-                for t, (_, grid) in enumerate(pieces):
-                    subtract(rows, products[:, t * q : (t + 1) * q] * (grid * unit))
+                products, small = whole @ joined, small * 2.0**-long
+                for t in range(len(pieces)):
+                    grid = unit * (small * 2.0 ** (-short * (t + 1)))
+                    subtract(rows, products[:, t * q : (t + 1) * q] * grid)
         return tail
 
     with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
         tail = max(pool.map(work, range(0, p, _TILE)))
-    for part in kept:
-        for term in multiply_exactly(system.rest[:, None], part):
-            subtract(slice(None), term)
+    for term in multiply_exactly(system.rest[:, None], W):
+        subtract(slice(None), term)
     top, low = add_exactly(sums[0], sums[1])
-    R = top + (low + sums[2])
-    size = np.linalg.norm(W, axis=0) + 1
-    error = p * size * (tail + 2.0**-140) + 2.0**-52 * np.linalg.norm(R, axis=0)
-    return kept[0], kept[1], R, error
+    error = p * (np.linalg.norm(W, axis=0) + 1) * (tail + 2.0**-140)
+    return W, top + (low + sums[2]), error
 
 
 def _solve_plain(system: System) -> Reals:
@@ -258,3 +252,8 @@ def _find_pools() -> ThreadpoolController:
 def one_thread() -> Any:
     """LAPACK gives other bits with other numbers of threads: one, while this is entered."""
     return _find_pools().limit(limits=1, user_api="blas")
+
+
+def count_threads() -> int:
+    """How many threads BLAS has outside of :func:`one_thread`."""
+    return max((pool["num_threads"] for pool in _find_pools().info()), default=1)
