@@ -152,7 +152,7 @@ class Features:
         """Whether batches of rows of this shape pass the self-test here."""
         import torch
 
-        if rows.ragged or self.batch_size == 1 or len(rows) == 0:
+        if self.batch_size == 1 or len(rows) == 0:
             return False
         shape = tuple((name, t.shape[1:], t.dtype) for name, t in rows.tensors.items())
         key = shape, torch.get_num_threads()
@@ -179,10 +179,10 @@ def restore(description: Mapping[str, Any] | None, network: Any = None) -> Featu
 
 
 class Inputs:
-    """Rows of a tensor, of several by name, or of lists of unequal lengths (``ragged``)."""
+    """Rows of a tensor, or of several by name."""
 
-    def __init__(self, tensors: dict[str, Any], ragged: bool = False) -> None:
-        self.tensors, self.ragged = tensors, ragged
+    def __init__(self, tensors: dict[str, Any]) -> None:
+        self.tensors = tensors
         lengths = {len(value) for value in tensors.values()}
         if len(lengths) != 1:
             raise InputError.of("X", sorted(lengths), "columns of one length")
@@ -195,13 +195,9 @@ class Inputs:
         """A batch of ``size`` rows, and how many of them are real; the others are a constant."""
         import torch
 
-        batch, real = dict[str, Any](), 0
+        batch, real = dict[str, Any](), min(size, len(self) - at)
         for name, value in self.tensors.items():
-            if self.ragged:
-                batch[name], real = torch.as_tensor(value[at])[None], 1
-                continue
             part = value[at : at + size]
-            real = len(part)
             if real < size:
                 fill = torch.ones if name == _MASK else torch.zeros
                 added = fill((size - real, *part.shape[1:]), dtype=part.dtype, device=part.device)
@@ -211,25 +207,26 @@ class Inputs:
 
 
 def read_inputs(given: Any) -> Inputs:
-    """Rows from a tensor, an array, a mapping of them as tokenizers return, or lists of tokens."""
+    """Rows from a tensor, an array, lists of numbers, or a mapping of them as tokenizers return."""
     import torch
 
     if hasattr(given, "keys"):
         read = {str(name): read_inputs(given[name]) for name in given.keys()}  # noqa: SIM118
-        ragged = any(one.ragged for one in read.values())
-        columns = {name: one.tensors[ONLY] for name, one in read.items()}
-        return Inputs(columns, ragged)
+        return Inputs({name: one.tensors[ONLY] for name, one in read.items()})
     if isinstance(given, list | tuple) and given and hasattr(given[0], "__len__"):
         rows = cast(Sequence[Any], given)
         if isinstance(rows[0], str):
             raise InputError("X is texts; a network takes what its tokenizer makes of them")
         if len({len(row) for row in rows}) > 1:
-            return Inputs({ONLY: rows}, ragged=True)
+            raise InputError(
+                "X has rows of unequal lengths; pad them to one length that you fix in advance "
+                "(tokenizers: padding='max_length') and give the attention_mask"
+            )
         if isinstance(rows[0], torch.Tensor):
             given = torch.stack(list(rows))
     refused = InputError(
-        f"X is a {type(given).__name__}; it must be a dense array or tensor of real numbers, a "
-        "mapping of such, or lists of tokens"
+        f"X is a {type(given).__name__}; it must be a dense array or tensor of real numbers, or a "
+        "mapping of such"
     )
     try:
         held = np.require(given, None, ["C", "W"]) if isinstance(given, np.ndarray) else given

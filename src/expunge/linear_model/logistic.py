@@ -25,11 +25,12 @@ from expunge.linear_model.ridge import Solution, one_thread
 from expunge.linear_model.system import Moments, Reals, make_system
 
 Array = npt.NDArray[Any]
-_ROWS = 1024  # as many as stay in a cache between a product and its transpose
+_ROWS = 512  # as many as stay in a cache between a product and its transpose
 _SAMPLE = 4096
 _CURVATURE = 0.05  # of a trained model, about; only the start and the speed depend on it
 _MEMORY = 20
-_LEAST_STEP = 2.0**-20
+_LEAST_STEP = 2.0**-10
+_COARSE = 1e-5  # gradients below this are computed in float64
 
 
 @dataclass(frozen=True)
@@ -54,25 +55,31 @@ class Objective:
     def compute(self, V: Reals) -> tuple[float, Reals]:
         """(F, ∇F); V's last row is the intercept at the means of the columns."""
         W = V[:-1] * self.scale[:, None]
-        weights, offset = (W * self.table.unit).astype(self.real), V[-1] - self.means @ W
+        weights = (W * self.table.unit).astype(self.real)
+        offset = (V[-1] - self.means @ W).astype(self.real)
         n = len(self.table.classes)
 
         def work(at: int) -> tuple[float, Array, Array]:
             x = self.table.features[at : at + _ROWS].astype(self.real, copy=False)
             z = x @ weights
-            z += offset.astype(self.real)
+            z += offset
             loss, r = _find_residuals(z, self.table.classes[at : at + _ROWS])
-            return loss, x.T @ r, r.sum(axis=0, dtype=np.float64)
+            return loss, np.ascontiguousarray(r.T) @ x, r.sum(axis=0, dtype=np.float64)
 
-        value, product, total = 0.0, np.zeros(W.shape), np.zeros(W.shape[1])
+        value, product, total = 0.0, np.zeros(W.T.shape), np.zeros(W.shape[1])
         for loss, part, summed in self.pool.map(work, range(0, n, _ROWS)):
             value += loss
             product += part
             total += summed
-        g = (product * self.table.unit - np.outer(self.means, total)) / n + self.penalty * W
+        g = (product.T * self.table.unit - np.outer(self.means, total)) / n + self.penalty * W
         last = total / n if self.intercept else np.zeros_like(total)
         gradient = np.concatenate([g * self.scale[:, None], last[None]])
         return value / n + float(np.vdot(self.penalty * W, W)) / 2, gradient
+
+    def refine(self, V: Reals) -> tuple[float, Reals]:
+        """The same in float64, from now on."""
+        self.real = np.float64
+        return self.compute(V)
 
     def find_scores(self, V: Reals, rows: int) -> Reals:
         """z of the first rows."""
@@ -157,30 +164,40 @@ def _descend(
     """L-BFGS: (V, gradients computed, the largest weighed component left)."""
     value, g = objective.compute(V)
     pairs, taken = deque[tuple[Reals, Reals, float]](maxlen=_MEMORY), 1
-    least = _LEAST_STEP if objective.real is np.float64 else 2.0**-5
+    length = 1.0  # of a first direction: a step that was cut shortens those after it too
     for _ in range(max_iter):
-        if float(np.abs(g * weigh).max()) <= tol:
+        left = float(np.abs(g * weigh).max())
+        if left <= tol:
             break
+        coarse = objective.real is np.float32
+        if coarse and left <= _COARSE:
+            value, g = objective.refine(V)
+            pairs.clear()
+            continue
         d, along = -g, list[float]()
         for s, y, bent in reversed(pairs):
             along.append(float(np.vdot(s, d)) / bent)
             d = d - along[-1] * y
-        d = precondition(d)
+        d = length * precondition(d)
         for (s, y, bent), a in zip(pairs, reversed(along), strict=True):
             d += (a - float(np.vdot(y, d)) / bent) * s
-        slope, step, found, h = float(np.vdot(g, d)), 2.0, np.inf, g
-        slack = 1e-15 * abs(value)
-        while found > value + 1e-4 * step * slope + slack and step > least:
-            step /= 2
+        slope, step = float(np.vdot(g, d)), 1.0
+        noise = abs(value) * (3e-7 if coarse else 1e-15)
+        while step > _LEAST_STEP:
             found, h = objective.compute(V + step * d)
             taken += 1
-        if found > value + slack and objective.real is np.float64:
-            break
-        if found > value + slack:  # what float32 can do is done
-            objective.real, least = np.float64, _LEAST_STEP
-            value, g = objective.compute(V)
+            # Where rounding hides what a step gains, its slope still shows it (Hager, Zhang).
+            flat = found <= value + noise and float(np.vdot(h, d)) <= -0.8 * slope
+            if flat or found <= value + 1e-4 * step * slope:
+                break
+            step /= 2
+        else:
+            if not coarse:
+                break
+            value, g = objective.refine(V)  # what float32 can do is done
             pairs.clear()
             continue
+        length *= step
         s, y = step * d, h - g
         bent = float(np.vdot(s, y))
         if bent > 0:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +15,7 @@ from expunge.certificates.people import commit
 from expunge.certificates.record import Code, Environment, Record, Statistics, Weights
 from expunge.certificates.release import Contents, Release, describe_contents
 from expunge.linear_model.features import restore
-from expunge.linear_model.ridge import Solution
+from expunge.linear_model.ridge import Solution, count_threads
 from expunge.linear_model.rows import Store
 from expunge.recipes import LinearModel as Recipe
 
@@ -43,7 +42,7 @@ def make_release(
         code=Code(),
         weights=Weights(**describe_contents(contents)),
         statistics=_describe_statistics(given, solved, store),
-        environment=Environment(dtype="float64", threads=os.cpu_count() or 1),
+        environment=Environment(dtype="float64", threads=count_threads() if solved.proven else 1),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         parent=None if parent is None else parent.sha256,
     )

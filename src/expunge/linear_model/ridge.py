@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,14 +25,13 @@ import numpy as np
 from scipy import linalg
 from threadpoolctl import ThreadpoolController
 
-from expunge.linear_model.system import Moments, Pair, Reals, System, find_intercept, make_system
-from expunge.linear_model.wide import add_exactly
+from expunge.linear_model.system import Moments, Reals, System, find_intercept, make_system
+from expunge.linear_model.wide import add_exactly, add_to, multiply_exactly
 
 GRID = 2.0**-48
 _SMALL = 384  # below this a float64 factor costs nothing
-_TILE = 128  # rows that stay in a cache
-_DEPTHS = (2, 4, 6)  # slices of W
-_DEEPEST = 7  # slices of M, where it has that many digits
+_TILE = 32  # rows that stay in a cache
+_RESIDUALS = 3
 _REFINEMENTS = 6
 _ROUND = 2.0**-53
 
@@ -144,30 +145,28 @@ def _approach(system: System, inverse: Callable[[Reals], Reals]) -> Reals | None
 
 def _refine(system: System, inverse: Callable[[Reals], Reals], W: Reals) -> Reals | None:
     """Exact residuals, corrections to them, and the bound, until every rounding is certain."""
-    M = system.matrix[0]
-    p = len(M)
+    M, sums = system.matrix[0], tuple(part.copy() for part in system.right)
     length = float(np.linalg.norm(M))
-    slip = (p + 5) * _ROUND * length  # of one product M δ in float64, for ‖δ‖ = 1
-    rest = np.zeros_like(W)
-    q, bound = W, np.full(W.shape[1], math.inf)
-    for depth in _DEPTHS:
-        slices, units, bits = _cut_columns(W, rest, depth)
-        R, error = _find_residual(system, slices, units, bits)
-        hi, lo = _join(slices, units, bits)
-        rest = np.zeros_like(W)
+    slip = (len(M) + 5) * _ROUND * length  # of one product M δ in float64, for ‖δ‖ = 1
+    hi, R, exact = _subtract(system, sums, W)
+    lo, q, bound = np.zeros_like(W), W, np.full(W.shape[1], math.inf)
+    for _ in range(_RESIDUALS):
+        rest, error = np.zeros_like(W), exact + 2 * _ROUND * np.linalg.norm(R, axis=0)
         for _ in range(_REFINEMENTS):
             step = inverse(R)
             rest = rest + step
             R = R - M @ step
             error = error + slip * np.linalg.norm(step, axis=0)
             error = error + _ROUND * length * np.linalg.norm(rest, axis=0)
-            before, bound = bound, (np.linalg.norm(R, axis=0) + error) / system.least * 1.0001
+            size = np.linalg.norm(R, axis=0)
+            before, bound = bound, (size + error) / system.least * 1.0001
             q, certain = _round(hi, lo, rest, bound)
             if certain:
                 return q
-            if not (bound < before / 4).any():
+            if (size < 8 * error).all() or not (bound < before / 4).any():
                 break
-        W, rest = hi, lo + rest
+        part, R, error = _subtract(system, sums, rest)
+        lo, exact = lo + part, exact + error
     return q if float(bound.max()) < GRID * 2.0**-20 else None
 
 
@@ -178,68 +177,63 @@ def _round(hi: Reals, lo: Reals, rest: Reals, bound: Reals) -> tuple[Reals, bool
     shift = np.rint(r / GRID)
     r = r - shift * GRID
     margin = GRID / 2 - np.abs(r)
-    narrow = margin <= bound + 2.0**-50 * GRID
+    narrow = margin <= bound + 2.0**-50 * (GRID + np.abs(lo) + np.abs(rest))
     total = q + shift
     other = total + np.sign(r)
     total = np.where(narrow & (np.abs(other) < np.abs(total)), other, total)
     return total * GRID, not narrow.any()
 
 
-def _cut_columns(W: Reals, rest: Reals, depth: int) -> tuple[list[Reals], Reals, int]:
-    """W + rest as slices of whole numbers: Σ_t 2^(-bits (t+1)) units · slices[t]."""
-    bits = (53 - max(len(W) - 1, 1).bit_length()) // 2
-    _, exponent = np.frexp(np.abs(W).max(axis=0, initial=0.0))
-    units = np.ldexp(1.0, exponent)
-    left, added, slices = W / units, rest / units, list[Reals]()
-    for t in range(depth):
-        if t == 3:  # W has no digits left
-            left = left + added
-        whole = np.rint(np.ldexp(left, bits * (t + 1)))
-        left = left - np.ldexp(whole, -bits * (t + 1))
+def _cut(values: Reals, unit: Any, bits: int, count: int) -> tuple[list[Reals], Reals]:
+    """values = Σ_t 2^(-bits (t+1)) unit · slices[t] + what is left; slices are at most 2^bits."""
+    slices, left = list[Reals](), values.copy()
+    while len(slices) < count and left.any():
+        grid = unit * 2.0 ** (-bits * (len(slices) + 1))
+        whole = left / grid  # by a power of two: exact, as all of this is
+        np.rint(whole, out=whole)
         slices.append(whole)
-    return slices, units, bits
+        left -= whole * grid
+    return slices, left
 
 
-def _join(slices: list[Reals], units: Reals, bits: int) -> Pair:
-    """The pair of float64 that the slices are; to 2^-104."""
-    hi, lo = np.zeros_like(slices[0]), np.zeros_like(slices[0])
-    for t, whole in enumerate(slices):
-        hi, error = add_exactly(hi, np.ldexp(whole, -bits * (t + 1)) * units)
-        lo = lo + error
-    return hi, lo
+def _subtract(system: System, sums: tuple[Reals, ...], W: Reals) -> tuple[Reals, Reals, Reals]:
+    """Take M W' from ``sums``, W' about W: (W', what is left, how far each column may be off).
 
+    A slice of M times one of W is a whole number: bits of both and of the number of rows are 53.
+    """
+    p, q = W.shape
+    room = 53 - max(p - 1, 1).bit_length()
+    long = -(-2 * room // 3)
+    short = room - long
+    unit = np.ldexp(1.0, np.frexp(np.abs(W).max(axis=0, initial=0.0))[1])
+    pieces, left = _cut(W, unit, short, 3)
+    W = W - left
+    joined = np.concatenate([np.zeros((p, 0)), *pieces], axis=1)
 
-def _find_residual(
-    system: System, slices: list[Reals], units: Reals, bits: int
-) -> tuple[Reals, Reals]:
-    """C - M W, and how far each column of it may be from the truth."""
-    hi, lo = system.matrix
-    p, q = slices[0].shape
-    joined, tail = np.concatenate(slices, axis=1), 0.0
-    R, low, lower = system.right[0].copy(), system.right[1].copy(), np.zeros((p, q))
-    for at in range(0, p, _TILE):
-        rows = slice(at, at + _TILE)
-        left, whole = hi[rows].copy(), np.empty_like(hi[rows])
-        for s in range(_DEEPEST):
-            if s == 3 and len(lo):
-                left += lo[rows]
-            shift = bits * (s + 1) - 1
-            np.multiply(left, 2.0**shift, out=whole)
-            np.rint(whole, out=whole)
-            products = whole @ joined
-            whole *= 2.0**-shift
-            left -= whole
-            for t in range(len(slices)):
-                unit = 2.0 ** (-shift - bits * (t + 1)) * units
-                part = products[:, t * q : (t + 1) * q] * unit
-                R[rows], error = add_exactly(R[rows], -part)
-                low[rows], error = add_exactly(low[rows], error)
-                lower[rows] += error
-            if (s >= 3 or not len(lo)) and not left.any():
-                break
-        tail = max(tail, float(np.abs(left).max(initial=0.0)))
-    longest = np.linalg.norm(np.ldexp(slices[0], -bits), axis=0) + 2.0**-bits * math.sqrt(p)
-    return R + (low + lower), longest * units * p * (tail + 2.0**-112)
+    def subtract(rows: slice, term: Reals) -> None:
+        for total, part in zip(sums, add_to(tuple(s[rows] for s in sums), -term), strict=True):
+            total[rows] = part
+
+    def work(at: int) -> float:
+        rows, tail = slice(at, at + _TILE), 0.0
+        for k, matrix in enumerate(system.matrix):
+            small = 2.0 ** (1 - 52 * k)
+            slices, left = _cut(matrix[rows], small, long, 4)
+            tail += float(np.abs(left).max(initial=0.0))
+            for whole in slices:
+                products, small = whole @ joined, small * 2.0**-long
+                for t in range(len(pieces)):
+                    grid = unit * (small * 2.0 ** (-short * (t + 1)))
+                    subtract(rows, products[:, t * q : (t + 1) * q] * grid)
+        return tail
+
+    with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        tail = max(pool.map(work, range(0, p, _TILE)))
+    for term in multiply_exactly(system.rest[:, None], W):
+        subtract(slice(None), term)
+    top, low = add_exactly(sums[0], sums[1])
+    error = p * (np.linalg.norm(W, axis=0) + 1) * (tail + 2.0**-140)
+    return W, top + (low + sums[2]), error
 
 
 def _solve_plain(system: System) -> Reals:
@@ -258,3 +252,8 @@ def _find_pools() -> ThreadpoolController:
 def one_thread() -> Any:
     """LAPACK gives other bits with other numbers of threads: one, while this is entered."""
     return _find_pools().limit(limits=1, user_api="blas")
+
+
+def count_threads() -> int:
+    """How many threads BLAS has outside of :func:`one_thread`."""
+    return max((pool["num_threads"] for pool in _find_pools().info()), default=1)

@@ -1,6 +1,6 @@
 """The normal equations of ridge regression, from exact sums, and a right-hand side for each output.
 
-With the intercept eliminated, in whole numbers and then rounded once (to pairs of float64):
+With the intercept eliminated, in whole numbers and then rounded once (to sums of three float64):
 
     M = n G - s sᵀ + n P,     C = n B - s tᵀ,     M W = C,     intercept = (t - sᵀ W) / n
 
@@ -11,6 +11,7 @@ least eigenvalue is at least ``least``. All of it is a function of the sums, the
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,16 @@ import numpy.typing as npt
 
 from expunge.linear_model.numbers import Numbers
 from expunge.linear_model.sums import TARGETS, Label, Sums
-from expunge.linear_model.wide import add_exactly, carry, multiply_exactly, subtract_outer, to_pair
+from expunge.linear_model.wide import (
+    add_exactly,
+    carry,
+    multiply_exactly,
+    subtract_outer,
+    to_floats,
+)
 
 Reals = npt.NDArray[np.float64]
-Pair = tuple[Reals, Reals]
+Parts = tuple[Reals, ...]  # a sum: each is far below the one before
 _TILE = 128
 
 
@@ -33,10 +40,10 @@ class Moments:
     """What centring leaves of the sums: M without its penalty, C, means and variances."""
 
     rows: int
-    gram: Pair
-    cross: Pair
-    columns: Pair
-    outputs: Pair
+    gram: Parts
+    cross: Parts
+    columns: Parts
+    outputs: Parts
     target_squares: Reals
     intercept: bool
 
@@ -58,10 +65,11 @@ class Moments:
 
 @dataclass(frozen=True)
 class System:
-    """M W = C scaled: W = scale · W'' / outputs."""
+    """M W = C scaled: W = scale · W'' / outputs. ``rest`` is the lower half of M's diagonal."""
 
-    matrix: Pair
-    right: Pair
+    matrix: Parts
+    rest: Reals
+    right: Parts
     scale: Reals
     outputs: Reals
     least: float
@@ -75,22 +83,22 @@ def compute_moments(
     if labels is None:
         s, B = sums.cross[: numbers.limbs, :, 0], sums.cross[:, :, 1:]
         t, et = sums.square[: TARGETS.limbs, 0, 1:], TARGETS.exponent
-        squares = to_pair(carry(sums.square), 2 * et)[0].diagonal()[1:]
+        squares = to_floats(carry(sums.square), 2 * et)[0].diagonal()[1:]
         Q = np.stack([digit.diagonal()[1:] for digit in sums.square])
     else:
         s, B, t = _code_classes(sums, labels)
         et, Q = 0, np.full((1, B.shape[2]), n, np.int64)
         squares = np.full(B.shape[2], float(n))
-    columns, outputs = to_pair(carry(s), ex), to_pair(carry(t), et)
+    columns, outputs = to_floats(carry(s), ex), to_floats(carry(t), et)
     if not intercept:
-        gram, cross = to_pair(carry(sums.gram), 2 * ex), to_pair(carry(B), ex + et)
+        gram, cross = to_floats(carry(sums.gram), 2 * ex), to_floats(carry(B), ex + et)
         return Moments(n, gram, cross, columns, outputs, squares, False)
     gram = _center(n, sums.gram, s, 2 * ex, numbers)
-    cross = to_pair(subtract_outer(n, B, s, t), ex + et)
+    cross = to_floats(subtract_outer(n, B, s, t), ex + et)
     spread = [
         subtract_outer(n, Q[:, k, None, None], t[:, [k]], t[:, [k]]) for k in range(len(squares))
     ]
-    squares = np.array([to_pair(digits, 2 * et)[0][0, 0] for digits in spread])
+    squares = np.array([to_floats(digits, 2 * et)[0][0, 0] for digits in spread])
     return Moments(n, gram, cross, columns, outputs, squares, True)
 
 
@@ -107,16 +115,16 @@ def _code_classes(sums: Sums, labels: Sequence[Label]) -> tuple[Any, Any, Any]:
     return s, B, t
 
 
-def _center(n: int, gram: Any, s: Any, exponent: int, numbers: Numbers) -> Pair:
+def _center(n: int, gram: Any, s: Any, exponent: int, numbers: Numbers) -> Parts:
     """n G - s sᵀ; of one limb in int64, where everything fits."""
     if len(gram) > 1 or n * n * numbers.largest**2 >= 2**53:
-        return to_pair(subtract_outer(n, gram, s, s), exponent)
+        return to_floats(subtract_outer(n, gram, s, s), exponent)
     G, found, unit = gram[0], np.empty(gram[0].shape), 2.0**exponent
     for at in range(0, len(G), _TILE):
         part = G[at : at + _TILE] * n
         part -= s[0, at : at + _TILE, None] * s[0]
         np.multiply(part, unit, out=found[at : at + _TILE])
-    return found, np.zeros((0, 0))  # exact: the second of the pair is nothing
+    return (found,)  # exact
 
 
 def make_system(moments: Moments, alpha: float, standardise: bool, reuse: bool = False) -> System:
@@ -124,7 +132,7 @@ def make_system(moments: Moments, alpha: float, standardise: bool, reuse: bool =
 
     ``reuse`` writes it where the moments' Gram matrix was.
     """
-    hi, lo = moments.gram
+    hi = moments.gram[0]
     diagonal = np.maximum(hi.diagonal(), 0.0)
     unit = float(moments.unit)
     penalty = np.full(len(hi), alpha * unit)
@@ -132,21 +140,16 @@ def make_system(moments: Moments, alpha: float, standardise: bool, reuse: bool =
         penalty = alpha * unit * np.where(diagonal > 0, moments.variances, 1.0)
     scale = _find_power(diagonal + penalty)
     outputs = _find_power(np.maximum(moments.target_squares, 0.0))
-    matrix, low = (hi, lo) if reuse else (hi.copy(), lo.copy())
-    for at in range(0, len(hi), _TILE):
-        rows = slice(at, at + _TILE)
-        for part in (matrix, low) if len(lo) else (matrix,):
-            part[rows] *= scale[rows, None]
-            part[rows] *= scale
-    added, error = add_exactly(matrix.diagonal(), penalty * scale * scale)
-    matrix[np.diag_indices_from(matrix)] = added
-    if len(low):
-        low[np.diag_indices_from(low)] += error
-    elif error.any():
-        low = np.diag(error)
-    right = moments.cross[0] * scale[:, None] * outputs, moments.cross[1] * scale[:, None] * outputs
+    matrix = moments.gram if reuse else tuple(part.copy() for part in moments.gram)
+    for part in matrix:
+        for at in range(0, len(hi), _TILE):
+            part[at : at + _TILE] *= scale[at : at + _TILE, None]
+            part[at : at + _TILE] *= scale
+    added, rest = add_exactly(matrix[0].diagonal(), penalty * scale * scale)
+    matrix[0][np.diag_indices_from(hi)] = added
+    right = tuple(part * scale[:, None] * outputs for part in moments.cross)
     least = float((penalty * scale * scale).min(initial=1.0)) * (1 - 2.0**-50)
-    return System((matrix, low), right, scale, outputs, least - len(hi) * 2.0**-100)
+    return System(matrix, rest, right, scale, outputs, least - len(hi) * 2.0**-100)
 
 
 def _find_power(squares: Reals) -> Reals:
@@ -160,9 +163,9 @@ def find_intercept(moments: Moments, W: Reals) -> Reals:
     q = W.shape[1]
     if not moments.intercept:
         return np.zeros(q)
-    found, (s, rest) = np.empty(q), moments.columns
+    found, (s, *rest) = np.empty(q), moments.columns
     for k in range(q):
         p, e = multiply_exactly(s, -W[:, k])
-        terms = [*p.tolist(), *e.tolist(), *(-rest * W[:, k]).tolist()]
-        found[k] = math.fsum([*terms, moments.outputs[0][k], moments.outputs[1][k]]) / moments.rows
+        terms = [p, e, *(-part * W[:, k] for part in rest), [part[k] for part in moments.outputs]]
+        found[k] = math.fsum(itertools.chain(*terms)) / moments.rows
     return found
