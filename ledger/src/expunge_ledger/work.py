@@ -91,9 +91,10 @@ class Worker:
     found: models.Model = field(init=False)
 
     def __post_init__(self) -> None:
-        for field_, value in (("most", self.most), ("lease", self.lease)):
-            if value is not None and not 0 < value < 1e9:
-                raise InputError.of(field_, value, "a number > 0")
+        for given, low in (("most", 1), ("least", 1), ("days", 0), ("lease", 1)):
+            value = getattr(self, given)
+            if value is not None and not low <= value <= 1_000_000:
+                raise InputError.of(given, value, f"a number from {low} to 1,000,000")
         with self.db.reading() as tables:
             self.model = tables.need_model(self.name, used=True)
         self.worker = f"{platform.node()[:40]}/{os.getpid()}/{secrets.token_hex(4)}"
