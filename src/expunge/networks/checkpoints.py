@@ -75,9 +75,12 @@ def read_old(
     short = {n: names[place] for n, place in list_file_names(module).items() if place in names}
     found = _match(old, own, short | names, "old", key)
     shapes = {n: tuple(t.shape) for n, t in found.items() if t.shape != own[n].shape}
-    if not found or (not strict and len(shapes) == len(found)):
-        first = f"{next(iter(own))} …" + ("" if not found else ", in their shapes")
-        raise InputError(f"old has none of the names of build()'s module, {first}")
+    if not found:
+        raise InputError(f"old has none of the names of build()'s module, {next(iter(own))} …")
+    if not strict and len(shapes) == len(found):
+        raise InputError(
+            f"old fits build()'s module nowhere: {name_first(list(shapes))} have other shapes"
+        )
     if strict and (missing := [name for name in own if name not in found]):
         raise InputError(
             f"old has no tensor for {name_first(missing)}; it must have every trainable parameter "
