@@ -20,7 +20,7 @@ from starlette.middleware.sessions import SessionMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
-from expunge import ExpungeError
+from expunge import ExpungeError, InputError
 from expunge_ledger import records
 from expunge_ledger.ledger import Ledger
 from expunge_ledger.server import pages
@@ -150,7 +150,12 @@ def run(
         server_header=False, proxy_headers=False, ws="none", http="h11", limit_concurrency=200,
         timeout_keep_alive=10, h11_max_incomplete_event_size=16_384, timeout_graceful_shutdown=10,
     )  # fmt: skip
-    bound = config.bind_socket()
+    try:
+        bound = config.bind_socket()
+    except SystemExit:  # uvicorn has logged why; 1 would say that something does not hold
+        raise InputError(
+            f"port {port} of {host} cannot be served; stop what uses it, or name another"
+        ) from None
     bound.listen(128)  # before anybody is sent to it
     shown = f"[{host}]" if ":" in host else host
     say(f"the ledger is served on http://{shown}:{bound.getsockname()[1]}")
