@@ -25,8 +25,16 @@ import numpy as np
 from scipy import linalg
 from threadpoolctl import ThreadpoolController
 
-from expunge.linear_model.system import Moments, Reals, System, find_intercept, make_system
-from expunge.linear_model.wide import add_exactly, add_to, multiply_exactly
+from expunge.linear_model.system import (
+    Moments,
+    Reals,
+    System,
+    add_exactly,
+    add_to,
+    find_intercept,
+    make_system,
+    multiply_exactly,
+)
 
 GRID = 2.0**-48
 _SMALL = 384  # below this a float64 factor costs nothing
