@@ -15,7 +15,7 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.validation import validate_data
 
-from expunge.data.people import read_people
+from expunge.data.people import check_request, read_people
 from expunge.errors import InputError, UnlearningError
 from expunge.linear_model.numbers import FixedPoint, Numbers, read_numbers
 from expunge.linear_model.released import KIND, make_release
@@ -35,6 +35,7 @@ Labels = tuple[Label, ...]
 class LinearModel(BaseEstimator):
     """Rows as whole numbers, their exact sums, and coefficients that are a function of both."""
 
+    kind = KIND  # of state
     features: Features | None
     state: str | Path | None
     _store: Store | None = None
@@ -50,10 +51,6 @@ class LinearModel(BaseEstimator):
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Any:
         """Coefficients of the rows that are there, or that ``change`` leaves."""
         raise NotImplementedError
-
-    def _count_outputs(self, targets: Array) -> int | None:
-        """How many targets a row keeps; None for a class."""
-        return targets.shape[1]
 
     # Learning.
 
@@ -93,7 +90,7 @@ class LinearModel(BaseEstimator):
             owners, sums = read_owners(ids, len(features)), None
         if len(features) == 0:
             raise InputError("X has no rows; learn at least one")
-        store = self._prepare(features.shape[1], targets)
+        store = self._prepare(features.shape[1], None if labels is not None else targets.shape[1])
         with store.state.writing():
             if features.shape[1] != store.inputs:
                 raise InputError.of("X", features.shape[1], f"{store.inputs} columns wide")
@@ -144,13 +141,12 @@ class LinearModel(BaseEstimator):
     def _is_stored(self) -> bool:
         return self.state is not None and read_kind(self.state) is not None
 
-    def _prepare(self, inputs: int, targets: Array) -> Store:
+    def _prepare(self, inputs: int, outputs: int | None) -> Store:
         """The store, made if there is none yet."""
-        outputs = self._count_outputs(targets)
         if self._store is not None or self._is_stored():
             store = self._open()
             if store.outputs != outputs:
-                raise InputError.of("y", targets.shape[1], f"{store.outputs} targets per row")
+                raise InputError.of("y", outputs, f"{store.outputs} targets per row")
             return store
         if self.features is not None:
             self._decide(evaluation=self.features.evaluation)
@@ -257,11 +253,6 @@ class LinearModel(BaseEstimator):
     # People.
 
     @property
-    def kind(self) -> str:
-        """What kind of state this is."""
-        return KIND
-
-    @property
     def generation(self) -> int:
         """Another number, another state."""
         return self._open().state.generation
@@ -290,24 +281,12 @@ class LinearModel(BaseEstimator):
     def forget(self, ids: Iterable[Any]) -> Release:
         """Remove every row of these people and release the model of the rows that remain."""
         names = read_people(ids, "forget")
-        if not names:
-            raise InputError("forget is empty; it must name at least one person")
-        if len(set(names)) < len(names):
-            twice = next(name for at, name in enumerate(names) if name in names[:at])
-            raise InputError(f"forget names {twice!r} twice; each person may stand in it once")
         store = self._open()
         state = store.state
         with state.writing():
-            present = set(store.find_people(names))
+            change, present = store.plan_removal(names), store.find_people(names)
             marks = {state.mark(state.name(name)): name for name in names}
-            unknown = [n for n in names if n not in present and not state.is_forgotten(n)]
-            change = store.plan_removal(names)
-            if unknown:
-                more = f" ({len(unknown)} such names in all)" if len(unknown) > 1 else ""
-                raise InputError(
-                    f"forget names {unknown[0]!r}, who was never learned{more}; is this the right "
-                    "list?"
-                )
+            check_request(names, present, gone=[n for n in names if state.is_forgotten(n)])
             state.check_returned(store.find_marks, leaving=marks)
             before = sum(state.pending.get(mark, 0) for mark in marks)
             refused = solved = None

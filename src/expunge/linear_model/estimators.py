@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +20,7 @@ from sklearn.utils.validation import check_is_fitted, column_or_1d
 
 from expunge.errors import InputError, UnlearningError
 from expunge.linear_model.base import Array, Labels, LinearModel
-from expunge.linear_model.logistic import Table, fit_logistic
+from expunge.linear_model.logistic import fit_logistic
 from expunge.linear_model.numbers import RowScaled
 from expunge.linear_model.released import MODELS
 from expunge.linear_model.ridge import Solution, solve_ridge
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 Reals = npt.NDArray[np.float64]
 
 
+@dataclass(eq=False, repr=False)
 class Ridge(MultiOutputMixin, RegressorMixin, LinearModel):
     """Linear least squares with a penalty on the squared norm, as scikit-learn's ``Ridge``.
 
@@ -55,20 +56,12 @@ class Ridge(MultiOutputMixin, RegressorMixin, LinearModel):
     (0.0, ['user-8'])
     """
 
-    def __init__(
-        self,
-        alpha: float | Sequence[float] = 1.0,
-        *,
-        fit_intercept: bool = True,
-        standardise: bool = False,
-        features: Features | None = None,
-        state: str | Path | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.fit_intercept = fit_intercept
-        self.standardise = standardise
-        self.features = features
-        self.state = state
+    alpha: float | Sequence[float] = 1.0
+    _: KW_ONLY
+    fit_intercept: bool = True
+    standardise: bool = False
+    features: Features | None = None
+    state: str | Path | None = None
 
     def _read_targets(self, y: Any, fit: bool) -> tuple[Array, None]:
         values = np.asarray(y)
@@ -125,9 +118,6 @@ class _Classifier(ClassifierMixin, LinearModel):
         if classes is not None:
             self._decide(declared=list(sort_labels(set(np.asarray(classes).tolist()))))
         return super().partial_fit(X, y, ids, readmit)
-
-    def _count_outputs(self, targets: Array) -> None:
-        return None
 
     def _read_targets(self, y: Any, fit: bool) -> tuple[Array, Labels]:
         given = column_or_1d(y, warn=True)
@@ -189,6 +179,7 @@ class _Classifier(ClassifierMixin, LinearModel):
         return self.classes_[best]
 
 
+@dataclass(eq=False, repr=False)
 class RidgeClassifier(_Classifier):
     """Ridge regression on ±1 for every class, as scikit-learn's ``RidgeClassifier``.
 
@@ -203,22 +194,13 @@ class RidgeClassifier(_Classifier):
     0.0
     """
 
-    def __init__(
-        self,
-        alpha: float | Sequence[float] = 1.0,
-        *,
-        fit_intercept: bool = True,
-        standardise: bool = False,
-        classes: Sequence[Label] | None = None,
-        features: Features | None = None,
-        state: str | Path | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.fit_intercept = fit_intercept
-        self.standardise = standardise
-        self.classes = classes
-        self.features = features
-        self.state = state
+    alpha: float | Sequence[float] = 1.0
+    _: KW_ONLY
+    fit_intercept: bool = True
+    standardise: bool = False
+    classes: Sequence[Label] | None = None
+    features: Features | None = None
+    state: str | Path | None = None
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
         labels = self._list_labels(sums)
@@ -238,6 +220,7 @@ class RidgeClassifier(_Classifier):
         return self._found.alpha
 
 
+@dataclass(eq=False, repr=False)
 class LogisticRegression(_Classifier):
     """Softmax regression with a penalty on the squared norm, as scikit-learn's.
 
@@ -251,26 +234,15 @@ class LogisticRegression(_Classifier):
     [[0.2, 0.8], [0.2, 0.8], [0.8, 0.2], [0.8, 0.2]]
     """
 
-    def __init__(
-        self,
-        C: float = 1.0,
-        *,
-        tol: float = 1e-4,
-        fit_intercept: bool = True,
-        max_iter: int = 500,
-        standardise: bool = False,
-        classes: Sequence[Label] | None = None,
-        features: Features | None = None,
-        state: str | Path | None = None,
-    ) -> None:
-        self.C = C
-        self.tol = tol
-        self.fit_intercept = fit_intercept
-        self.max_iter = max_iter
-        self.standardise = standardise
-        self.classes = classes
-        self.features = features
-        self.state = state
+    C: float = 1.0
+    _: KW_ONLY
+    tol: float = 1e-4
+    fit_intercept: bool = True
+    max_iter: int = 500
+    standardise: bool = False
+    classes: Sequence[Label] | None = None
+    features: Features | None = None
+    state: str | Path | None = None
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
         for name in ("C", "tol"):
@@ -285,7 +257,7 @@ class LogisticRegression(_Classifier):
         order = np.argsort(codes)
         classes = order[np.searchsorted(codes[order], rows["target"][:, 0])]
         moments = compute_moments(sums, store.numbers, present, self.fit_intercept)
-        table = Table(np.ascontiguousarray(features), classes, unit)
+        table = np.ascontiguousarray(features), classes, unit
         solved, left = fit_logistic(
             table, moments, self.C, self.tol, self.max_iter, self.standardise
         )

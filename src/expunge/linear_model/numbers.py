@@ -88,10 +88,6 @@ class FixedPoint:
             found.append(limb)
         return found[::-1]
 
-    def expand(self, stored: Array) -> Array:
-        """The columns, as real numbers."""
-        return np.asarray(stored)
-
 
 @dataclass(frozen=True)
 class RowScaled:
@@ -139,7 +135,7 @@ class RowScaled:
     def describe(self) -> dict[str, Any]:
         return {"kind": "row-scaled", **asdict(self), "widths": list(self.widths)}
 
-    def quantise(self, values: Array, field: str, columns: Sequence[str] | None = None) -> Array:
+    def quantise(self, values: Array, field: str) -> Array:
         """q of every row, layer by layer. Zeros are zeros; anything not finite is refused."""
         q = np.empty(values.shape, self.dtype)
         for start in range(0, len(q), _ROWS):
