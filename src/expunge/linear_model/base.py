@@ -20,7 +20,7 @@ from expunge.errors import InputError, UnlearningError
 from expunge.linear_model.numbers import FixedPoint, Numbers, read_numbers
 from expunge.linear_model.released import KIND, make_release
 from expunge.linear_model.rows import Change, Store, read_owners
-from expunge.linear_model.sums import Label, Sums
+from expunge.linear_model.sums import Labels, Sums
 from expunge.manifests import read_kind
 from expunge.states import State
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from expunge.linear_model.features import Features
 
 Array = npt.NDArray[Any]
-Labels = tuple[Label, ...]
 
 
 class LinearModel(BaseEstimator):
@@ -232,6 +231,8 @@ class LinearModel(BaseEstimator):
         """Refuse what has no solution."""
         if sums.rows == 0:
             raise UnlearningError("no row is left; there is nothing to solve or to release")
+        if sums.labels is not None and len(sums.labels) < 2:
+            raise UnlearningError("rows of fewer than two classes are left: there is no model")
 
     def __sklearn_is_fitted__(self) -> bool:
         return self._released or self._store is not None or self._is_stored()

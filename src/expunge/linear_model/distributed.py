@@ -18,10 +18,10 @@ from sklearn.base import clone
 
 from expunge.errors import InputError
 from expunge.linear_model.rows import Owners, read_owners
-from expunge.linear_model.sums import Label, Sums, add_rows, sort_labels
+from expunge.linear_model.sums import Labels, Sums, add_rows, sort_labels
 
 Array = npt.NDArray[Any]
-Read = tuple[Array, Array, "tuple[Label, ...] | None", list[Owners], Sums]
+Read = tuple[Array, Array, Labels | None, list[Owners], Sums]
 _BATCH = 8192
 
 

@@ -18,14 +18,14 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from expunge.errors import InputError, UnlearningError
-from expunge.linear_model.base import Array, Labels, LinearModel
+from expunge.errors import InputError
+from expunge.linear_model.base import Array, LinearModel
 from expunge.linear_model.logistic import fit_logistic
 from expunge.linear_model.numbers import RowScaled
 from expunge.linear_model.released import MODELS
 from expunge.linear_model.ridge import Solution, solve_ridge
 from expunge.linear_model.rows import Change, Store
-from expunge.linear_model.sums import TARGETS, Label, Sums, encode_labels, sort_labels
+from expunge.linear_model.sums import TARGETS, Label, Labels, Sums, encode_labels, sort_labels
 from expunge.linear_model.system import compute_moments
 
 if TYPE_CHECKING:
@@ -146,11 +146,6 @@ class _Classifier(ClassifierMixin, LinearModel):
         """The classes: those that were declared, or those of the rows that are there."""
         return self._list_declared() or sums.labels or ()
 
-    def _check_sums(self, sums: Sums) -> None:
-        super()._check_sums(sums)
-        if len(sums.labels or ()) < 2:
-            raise UnlearningError("rows of fewer than two classes are left: there is no model")
-
     @property
     def classes_(self) -> Array:
         """The classes that were declared, or those that have rows."""
@@ -169,7 +164,8 @@ class _Classifier(ClassifierMixin, LinearModel):
     def decision_function(self, X: Any) -> Reals:
         """Scores: [rows, classes], or [rows] for two classes."""
         check_is_fitted(self)
-        scores = self._expand(X) @ self._found.weights + self._found.intercept
+        solved = self._found  # once: another process may change the state
+        scores = self._expand(X) @ solved.weights + solved.intercept
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
     def predict(self, X: Any) -> Array:
@@ -201,6 +197,7 @@ class RidgeClassifier(_Classifier):
     classes: Sequence[Label] | None = None
     features: Features | None = None
     state: str | Path | None = None
+    alpha_ = Ridge.alpha_
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
         labels = self._list_labels(sums)
@@ -213,11 +210,6 @@ class RidgeClassifier(_Classifier):
         """Weights of the columns: [classes, columns], or [columns] for two classes."""
         found = self._found.weights.T
         return found[0] if len(found) == 1 else found
-
-    @property
-    def alpha_(self) -> float:
-        """The penalty that was chosen."""
-        return self._found.alpha
 
 
 @dataclass(eq=False, repr=False)

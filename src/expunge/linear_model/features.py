@@ -231,22 +231,17 @@ def _evaluate(
     seen = dict[str, Any]()
 
     def run(columns: Columns, real: int) -> list[Array]:
+        seen.clear()
         device = next((t.device for t in network.parameters()), torch.device("cpu"))
         given = {name: value.to(device) for name, value in columns.items()}
         try:
             with torch.inference_mode():
                 seen[ONLY] = network(given[ONLY]) if ONLY in given else network(**given)
-                mask, size = find_mask(given, network), len(next(iter(given.values())))
-                return [
-                    _pool(name, find_tensor(seen.get(name)), mask, size, real) for name in layers
-                ]
-        except InputError:
-            raise
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"network cannot be run on these inputs: {reason}") from error
-        finally:
-            seen.clear()
+        mask, size = find_mask(given, network), len(next(iter(given.values())))
+        return [_pool(name, find_tensor(seen.get(name)), mask, size, real) for name in layers]
 
     def keep(name: str) -> Any:
         return lambda _module, _inputs, out: seen.update({name: out})
@@ -404,11 +399,8 @@ def is_invariant(run: Any, rows: Columns, size: int, network: Any) -> bool:
             name: torch.where(kept.reshape(-1, *[1] * (t.ndim - 1)), t[order], others[name])
             for name, t in probe.items()
         }
-        after = run(moved, size)
-        pick = kept.numpy()
-        if not all(
-            np.array_equal(b[pick], a[order[kept].numpy()], equal_nan=True)
-            for a, b in zip(before, after, strict=True)
-        ):
+        pairs = zip(before, run(moved, size), strict=True)
+        now, was = kept.numpy(), order[kept].numpy()
+        if not all(np.array_equal(b[now], a[was], equal_nan=True) for a, b in pairs):
             return False
     return True

@@ -40,7 +40,7 @@ class Objective:
     def __init__(self, rows: Rows, penalty: Reals, scale: Reals, moments: Moments) -> None:
         self.features, self.classes, self.unit = rows
         self.penalty, self.scale = penalty[:, None], scale
-        self.means = moments.means * moments.intercept
+        self.means = moments.columns[0] / moments.rows * moments.intercept
         self.intercept = moments.intercept
         self.real: Any = np.float32 if self.features.dtype.kind == "i" else np.float64
         self.pool = ThreadPoolExecutor(os.cpu_count() or 1)

@@ -91,9 +91,7 @@ def _list_contents(model: Any, given: Mapping[str, Any]) -> Contents:
     return Contents(tensors, {"estimator.json": text.encode()})
 
 
-def _make_predictor(
-    kind: type[Any], given: Mapping[str, Any], solved: Solution, network: Any = None
-) -> Any:
+def _make_predictor(kind: Any, given: Any, solved: Solution, network: Any = None) -> Any:
     """A fitted model without rows."""
     model = _make_model(kind, given, network)
     model._released, model._solved = True, (None, solved)
@@ -101,9 +99,7 @@ def _make_predictor(
     return model
 
 
-def _make_model(
-    kind: type[Any], given: Mapping[str, Any], network: Any, state: Path | None = None
-) -> Any:
+def _make_model(kind: Any, given: Any, network: Any, state: Path | None = None) -> Any:
     """A model as it was described, which has learned nothing yet."""
     features = restore(given["features"], network)
     return kind(**given["parameters"], features=features, state=state)

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from expunge.data.people import read_ids
 from expunge.errors import InputError, UnlearningError
 from expunge.linear_model.numbers import Numbers, RowScaled
-from expunge.linear_model.sums import Label, Sums, add_rows, empty_sums
+from expunge.linear_model.sums import Labels, Sums, add_rows, empty_sums
 from expunge.manifests import Entry, damaged
 from expunge.states import HASH_BYTES, State
 
@@ -139,7 +139,7 @@ class Store:
         owners: Sequence[Owners],
         features: Array,
         targets: Array,
-        labels: tuple[Label, ...] | None,
+        labels: Labels | None,
         sums: Sums | None = None,
     ) -> Change:
         """The state with these rows; ``sums`` are theirs, where others have added them up."""

@@ -25,6 +25,7 @@ from expunge.linear_model.numbers import FixedPoint, Numbers
 Array = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 Label = str | int | float | bool
+Labels = tuple[Label, ...]
 _MAGIC = b"expunge/sums-2\n"
 _EXACT = 2**24  # whole numbers up to this are float32's
 _SHORT = 256  # float32 blocks shorter than this cost more than float64 ones
@@ -45,7 +46,7 @@ class Sums:
     """
 
     rows: int
-    labels: tuple[Label, ...] | None
+    labels: Labels | None
     gram: Counts
     cross: Counts
     square: Counts
@@ -69,7 +70,7 @@ class Sums:
             cross, square = cross[:, :, left], square[:, left][:, :, left]
         return Sums(self.rows + sign * other.rows, labels, gram, cross, square)
 
-    def _align(self, labels: tuple[Label, ...] | None) -> tuple[Counts, Counts]:
+    def _align(self, labels: Labels | None) -> tuple[Counts, Counts]:
         """Σ φ tᵀ and Σ t tᵀ with a column for each of ``labels``."""
         if labels is None or self.labels == labels:
             return self.cross, self.square
@@ -117,7 +118,7 @@ class Sums:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
-def sort_labels(labels: set[Label]) -> tuple[Label, ...]:
+def sort_labels(labels: set[Label]) -> Labels:
     """Ascending; labels of kinds that have no order are refused."""
     try:
         return tuple(sorted(labels))  # type: ignore[type-var]
@@ -139,7 +140,7 @@ def encode_labels(labels: Sequence[Label]) -> Counts:
 
 
 def empty_sums(
-    numbers: Numbers, width: int, outputs: int | None, labels: tuple[Label, ...] | None = None
+    numbers: Numbers, width: int, outputs: int | None, labels: Labels | None = None
 ) -> Sums:
     """S(∅) with room for ``outputs`` targets of a regression; None: for classes ``labels``."""
     if outputs is None:
@@ -151,11 +152,7 @@ def empty_sums(
 
 
 def add_rows(
-    numbers: Numbers,
-    features: Array,
-    targets: Array,
-    labels: tuple[Label, ...] | None,
-    block: int = _BLOCK,
+    numbers: Numbers, features: Array, targets: Array, labels: Labels | None, block: int = _BLOCK
 ) -> Sums:
     """S of stored rows: codes of ``labels``, or targets of a regression where they are None."""
     check_room(len(features), numbers.largest)

@@ -55,11 +55,6 @@ class Moments:
         """Of the columns; mean squares where there is no intercept."""
         return self.gram[0].diagonal() / (float(self.rows) * self.unit)
 
-    @property
-    def means(self) -> Reals:
-        """Of the columns."""
-        return self.columns[0] / self.rows
-
 
 @dataclass(frozen=True)
 class System:
