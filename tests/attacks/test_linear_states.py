@@ -18,8 +18,7 @@ from expunge import load_model, open_state
 from expunge.certificates.certificate import complete
 from expunge.certificates.verification import verify
 from expunge.errors import ExpungeError
-from expunge.linear_model import RidgeClassifier, load
-from expunge.linear_model.loading import replay
+from expunge.linear_model import RidgeClassifier, load, replay
 from expunge.manifests import Entry, Manifest
 from expunge.states import State
 

@@ -282,7 +282,7 @@ def test_the_same_request_twice(tmp_path: Path) -> None:
     [
         (lambda m, X, y, i: m.forget([]), "empty"),
         (lambda m, X, y, i: m.forget(["user-1", "user-1"]), "twice"),
-        (lambda m, X, y, i: m.forget(["nobody"]), "never learned"),
+        (lambda m, X, y, i: m.forget(["nobody"]), "not in the data"),
         (lambda m, X, y, i: m.forget("user-1"), "a list of names"),
         (lambda m, X, y, i: m.partial_fit(X, y, ids=i[:3]), "one entry per row"),
         (lambda m, X, y, i: m.partial_fit(X[:, :2], y, ids=i), "features"),
@@ -330,7 +330,7 @@ def test_memory_is_the_default_and_iris_is_learned() -> None:
     for model in (RidgeClassifier([0.1, 1.0, 10.0]), LogisticRegression()):
         assert model.fit(X, y).score(X, y) > 0.8
         assert model.get_params()["state"] is None
-        with pytest.raises(InputError, match="never learned"):
+        with pytest.raises(InputError, match="not in the data"):
             model.forget(["0"])
 
 

@@ -12,6 +12,6 @@ except ImportError:
     ) from None
 
 from expunge.linear_model.estimators import LogisticRegression, Ridge, RidgeClassifier
-from expunge.linear_model.loading import load, replay
+from expunge.linear_model.released import load, replay
 
 __all__ = ["LogisticRegression", "Ridge", "RidgeClassifier", "load", "replay"]

@@ -4,8 +4,9 @@ estimators is in their base classes; what it solves is in its subclasses."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
@@ -14,12 +15,12 @@ from sklearn.base import BaseEstimator, clone
 from sklearn.exceptions import NotFittedError
 from sklearn.utils.validation import validate_data
 
-from expunge.data.people import read_people
+from expunge.data.people import check_request, read_people
 from expunge.errors import InputError, UnlearningError
 from expunge.linear_model.numbers import FixedPoint, Numbers, read_numbers
-from expunge.linear_model.released import make_release
+from expunge.linear_model.released import KIND, make_release
 from expunge.linear_model.rows import Change, Store, read_owners
-from expunge.linear_model.sums import Label, Sums
+from expunge.linear_model.sums import Labels, Sums
 from expunge.manifests import read_kind
 from expunge.states import State
 
@@ -28,18 +29,19 @@ if TYPE_CHECKING:
     from expunge.linear_model.features import Features
 
 Array = npt.NDArray[Any]
-Labels = tuple[Label, ...]
-KIND = "linear-model"
 
 
 class LinearModel(BaseEstimator):
     """Rows as whole numbers, their exact sums, and coefficients that are a function of both."""
 
+    kind = KIND  # of state
     features: Features | None
     state: str | Path | None
-    _store: Store | None
-    _solved: tuple[object, Any]
-    _facts: dict[str, Any]
+    _store: Store | None = None
+    _released = False
+    _solved: tuple[object, Any] = None, None  # of what, and the solution
+    # What the first rows decided: how many columns, whether y was flat, and so on.
+    _facts: Mapping[str, Any] = MappingProxyType({})
 
     def _read_targets(self, y: Any, fit: bool) -> tuple[Array, Labels | None]:
         """What rows keep of their targets, and the labels among them."""
@@ -48,10 +50,6 @@ class LinearModel(BaseEstimator):
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Any:
         """Coefficients of the rows that are there, or that ``change`` leaves."""
         raise NotImplementedError
-
-    def _count_outputs(self, targets: Array) -> int | None:
-        """How many targets a row keeps; None for a class."""
-        return targets.shape[1]
 
     # Learning.
 
@@ -76,7 +74,7 @@ class LinearModel(BaseEstimator):
 
         People who were forgotten are refused unless ``readmit`` says that it is on purpose.
         """
-        self._learn(X, y, ids, reset=getattr(self, "_store", None) is None, readmit=readmit)
+        self._learn(X, y, ids, reset=self._store is None, readmit=readmit)
         return self
 
     def _learn(
@@ -91,7 +89,7 @@ class LinearModel(BaseEstimator):
             owners, sums = read_owners(ids, len(features)), None
         if len(features) == 0:
             raise InputError("X has no rows; learn at least one")
-        store = self._prepare(features.shape[1], targets)
+        store = self._prepare(features.shape[1], None if labels is not None else targets.shape[1])
         with store.state.writing():
             if features.shape[1] != store.inputs:
                 raise InputError.of("X", features.shape[1], f"{store.inputs} columns wide")
@@ -115,7 +113,7 @@ class LinearModel(BaseEstimator):
         if self.features is not None:
             if y is None:
                 raise InputError.of("y", y, "the targets, one per row")
-            single = self._get_facts().get("evaluation") == "by construction"
+            single = self._facts.get("evaluation") == "by construction"
             columns = self.features.compute(X, single=single)
             self.n_features_in_ = columns.shape[1]
         else:
@@ -130,29 +128,28 @@ class LinearModel(BaseEstimator):
 
     # The state.
 
-    def _get_facts(self) -> dict[str, Any]:
-        """What the first rows decided: how many columns, whether y was flat, and so on."""
-        return vars(self).setdefault("_facts", {})
+    def _decide(self, **facts: Any) -> None:
+        """Keep what the first rows decided."""
+        self._facts = {**self._facts, **facts}
 
     def _get_numbers(self) -> Numbers:
-        if (store := getattr(self, "_store", None)) is not None:
-            return store.numbers
+        if self._store is not None:
+            return self._store.numbers
         return FixedPoint() if self.features is None else self.features.numbers
 
     def _is_stored(self) -> bool:
         return self.state is not None and read_kind(self.state) is not None
 
-    def _prepare(self, inputs: int, targets: Array) -> Store:
+    def _prepare(self, inputs: int, outputs: int | None) -> Store:
         """The store, made if there is none yet."""
-        outputs = self._count_outputs(targets)
-        if getattr(self, "_store", None) is not None or self._is_stored():
+        if self._store is not None or self._is_stored():
             store = self._open()
             if store.outputs != outputs:
-                raise InputError.of("y", targets.shape[1], f"{store.outputs} targets per row")
+                raise InputError.of("y", outputs, f"{store.outputs} targets per row")
             return store
         if self.features is not None:
-            self._get_facts()["evaluation"] = self.features.evaluation
-        self._get_facts().update(inputs=inputs, outputs=outputs)
+            self._decide(evaluation=self.features.evaluation)
+        self._decide(inputs=inputs, outputs=outputs)
         path = None if self.state is None else Path(self.state).absolute()
         made = State.create(path, KIND, self._describe())
         self._store = Store(made, self._get_numbers(), inputs, outputs)
@@ -160,85 +157,85 @@ class LinearModel(BaseEstimator):
 
     def _open(self) -> Store:
         """The store of this model, opened from its folder where need be."""
-        store = getattr(self, "_store", None)
-        if store is not None:
-            return store
+        if self._store is not None:
+            return self._store
         if self.state is None or not self._is_stored():
-            if "_released" in vars(self):
+            if self._released:
                 raise InputError("this model was released: it has no rows; forget in its state")
             raise NotFittedError(f"this {type(self).__name__} has learned nothing yet; call fit")
         made = State.open(self.state, KIND)
-        given = made.settings
-        for name, value in self._describe_parameters().items():
-            if (there := given["parameters"].get(name)) != value:
-                raise InputError.of(name, value, f"{there!r}, as in the state {self.state}")
-        if given["model"] != type(self).__name__:
-            raise InputError.of("state", str(self.state), f"of a {type(self).__name__}")
-        ours, theirs = self._describe_features() or {}, dict(given["features"] or {})
-        if bool(ours) != bool(theirs):
-            valid = "given" if theirs else "None"
+        ours, theirs = self._describe_given(), made.settings
+        if ours["model"] != theirs["model"]:
+            raise InputError.of("state", str(self.state), f"of a {ours['model']}")
+        if (ours["features"] is None) != (theirs["features"] is None):
+            valid = "None" if theirs["features"] is None else "given"
             raise InputError.of("features", self.features, f"{valid}, as in the state {self.state}")
-        for name in (name for name in ours if ours[name] != theirs.get(name)):
-            valid = f"{theirs.get(name)!r}, as in the state {self.state}"
-            raise InputError.of(f"features.{name}", ours[name], valid)
-        self._take_facts(given["facts"])
+        for part, prefix in (("parameters", ""), ("features", "features.")):
+            for name, value in (ours[part] or {}).items():
+                if (there := theirs[part].get(name)) != value:
+                    valid = f"{there!r}, as in the state {self.state}"
+                    raise InputError.of(prefix + name, value, valid)
+        self._take_facts(theirs["facts"])
         inputs, outputs = self._facts["inputs"], self._facts["outputs"]
-        self._store = Store(made, read_numbers(given["numbers"]), inputs, outputs)
+        self._store = Store(made, read_numbers(theirs["numbers"]), inputs, outputs)
         return self._store
 
-    def _take_facts(self, facts: dict[str, Any]) -> None:
-        self._facts, self.n_features_in_ = dict(facts), facts["inputs"]
+    def _take_facts(self, facts: Mapping[str, Any]) -> None:
+        self._facts, self.n_features_in_ = facts, facts["inputs"]
         if "columns" in facts:
             self.feature_names_in_ = np.array(facts["columns"], dtype=object)
 
-    def _describe_parameters(self) -> dict[str, Any]:
+    def _describe_given(self) -> dict[str, Any]:
         """Everything the constructor was given but where the state is, as plain values."""
         given = sorted(self.get_params(deep=False).items())
-        return {n: _to_plain(value) for n, value in given if n not in ("state", "features")}
-
-    def _describe_features(self) -> dict[str, Any] | None:
-        return None if self.features is None else self.features.describe()
-
-    def _describe(self) -> dict[str, Any]:
-        facts = dict(self._get_facts())
-        if (names := getattr(self, "feature_names_in_", None)) is not None:
-            facts["columns"] = [str(name) for name in names]
         return {
             "model": type(self).__name__,
-            "parameters": self._describe_parameters(),
-            "features": self._describe_features(),
-            "numbers": self._get_numbers().describe(),
-            "facts": facts,
+            "parameters": {n: _to_plain(v) for n, v in given if n not in ("state", "features")},
+            "features": None if self.features is None else self.features.describe(),
         }
+
+    def _describe(self) -> dict[str, Any]:
+        facts = dict(self._facts)
+        if (names := getattr(self, "feature_names_in_", None)) is not None:
+            facts["columns"] = [str(name) for name in names]
+        return self._describe_given() | {"numbers": self._get_numbers().describe(), "facts": facts}
 
     # Solving.
 
     def _find_solution(self) -> Any:
         """Coefficients of what is in the state now, computed once for each of its contents."""
-        if "_released" in vars(self):
+        if self._released:
             return self._solved[1]
         store = self._open()
         store.state.refresh()
         mark = self._mark_solution(store)
-        if getattr(self, "_solved", (None, None))[0] != mark:
+        if self._solved[0] != mark:
             with store.state.writing():
                 store.state.check_returned(store.find_marks)
                 self._check_sums(store.sums)
                 self._solved = mark, self._solve(store, None, store.sums)
         return self._solved[1]
 
+    @property
+    def _found(self) -> Any:
+        """The solution; a model that has learned nothing has no such attribute."""
+        if not self.__sklearn_is_fitted__():
+            raise AttributeError(f"this {type(self).__name__} is not fitted yet")
+        return self._find_solution()
+
     def _mark_solution(self, store: Store) -> object:
         """What a solution is of; releases that are written change the generation, not the rows."""
-        return store.state.manifest.files.get("sums"), tuple(self._describe_parameters().items())
+        return store.state.manifest.files.get("sums"), self._describe_given()["parameters"]
 
     def _check_sums(self, sums: Sums) -> None:
         """Refuse what has no solution."""
         if sums.rows == 0:
             raise UnlearningError("no row is left; there is nothing to solve or to release")
+        if sums.labels is not None and len(sums.labels) < 2:
+            raise UnlearningError("rows of fewer than two classes are left: there is no model")
 
     def __sklearn_is_fitted__(self) -> bool:
-        made = "_released" in vars(self) or getattr(self, "_store", None) is not None
-        return made or self._is_stored()
+        return self._released or self._store is not None or self._is_stored()
 
     def __sklearn_clone__(self) -> Self:
         """Unfitted, with the same parameters; a state is never shared."""
@@ -255,11 +252,6 @@ class LinearModel(BaseEstimator):
         return cast(Array, validate_data(self, X, reset=False, dtype=np.float64))
 
     # People.
-
-    @property
-    def kind(self) -> str:
-        """What kind of state this is."""
-        return KIND
 
     @property
     def generation(self) -> int:
@@ -290,27 +282,14 @@ class LinearModel(BaseEstimator):
     def forget(self, ids: Iterable[Any]) -> Release:
         """Remove every row of these people and release the model of the rows that remain."""
         names = read_people(ids, "forget")
-        if not names:
-            raise InputError("forget is empty; it must name at least one person")
-        if len(set(names)) < len(names):
-            twice = next(name for at, name in enumerate(names) if name in names[:at])
-            raise InputError(f"forget names {twice!r} twice; each person may stand in it once")
         store = self._open()
         state = store.state
         with state.writing():
-            present = set(store.find_people(names))
+            change, present = store.plan_removal(names), store.find_people(names)
             marks = {state.mark(state.name(name)): name for name in names}
-            unknown = [n for n in names if n not in present and not state.is_forgotten(n)]
-            if unknown:
-                store.check_absent(unknown)
-                more = f" ({len(unknown)} such names in all)" if len(unknown) > 1 else ""
-                raise InputError(
-                    f"forget names {unknown[0]!r}, who was never learned{more}; is this the right "
-                    "list?"
-                )
+            check_request(names, present, gone=[n for n in names if state.is_forgotten(n)])
             state.check_returned(store.find_marks, leaving=marks)
             before = sum(state.pending.get(mark, 0) for mark in marks)
-            change = store.plan_removal([name for name in names if name in present])
             refused = solved = None
             try:
                 self._check_sums(change.sums)
@@ -321,7 +300,7 @@ class LinearModel(BaseEstimator):
                 state.commit(change.files, forget=change.people, settings=self._describe())
                 store.remember(change.sums)
             if refused is not None:
-                vars(self).pop("_solved", None)
+                self._solved = None, None
                 raise UnlearningError(f"they are forgotten, but nothing is released: {refused}")
             self._solved = self._mark_solution(store), solved
             return make_release(self, store, names, change.count + before, marks)

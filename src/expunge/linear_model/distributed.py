@@ -7,6 +7,8 @@ so no order and no number of workers shows.
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 from typing import Any
 
@@ -16,10 +18,10 @@ from sklearn.base import clone
 
 from expunge.errors import InputError
 from expunge.linear_model.rows import Owners, read_owners
-from expunge.linear_model.sums import Label, Sums, add_rows, sort_labels
+from expunge.linear_model.sums import Labels, Sums, add_rows, sort_labels
 
 Array = npt.NDArray[Any]
-Read = tuple[Array, Array, "tuple[Label, ...] | None", list[Owners], Sums]
+Read = tuple[Array, Array, Labels | None, list[Owners], Sums]
 _BATCH = 8192
 
 
@@ -36,17 +38,15 @@ def read_dataset(model: Any, dataset: Any, y: Any, ids: Any) -> Read:
     if not parts:
         raise InputError("X has no rows; learn at least one")
     features, targets, labels, owners, sums, facts = zip(*parts, strict=True)
-    vars(model)["_facts"] = facts[0]["_facts"] | vars(model).get("_facts", {})
+    model._decide(**facts[0]["_facts"] | dict(model._facts))
+    model.n_features_in_ = facts[0]["n_features_in_"]
     if model.features is None:
-        vars(model)["feature_names_in_"] = np.array(names, dtype=object)
+        model.feature_names_in_ = np.array(names, dtype=object)
     else:
         tested = any(f["features"].evaluation == "tested" for f in facts)
         model.features = facts[0]["features"]
         model.features.evaluation = "tested" if tested else "by construction"
-    vars(model)["n_features_in_"] = facts[0]["n_features_in_"]
-    total = Sums.from_bytes(sums[0])
-    for part in sums[1:]:
-        total = total + Sums.from_bytes(part)
+    total = functools.reduce(operator.add, map(Sums.from_bytes, sums))
     every = None if labels[0] is None else sort_labels({one for part in labels for one in part})
     joined = [who for part in owners for who in part]
     return np.concatenate(features), np.concatenate(targets), every, joined, total

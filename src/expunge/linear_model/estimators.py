@@ -6,24 +6,26 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import softmax
 from sklearn.base import ClassifierMixin, MultiOutputMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 
-from expunge.errors import InputError, UnlearningError
-from expunge.linear_model.base import Array, Labels, LinearModel
-from expunge.linear_model.logistic import Table, fit_logistic
+from expunge.errors import InputError
+from expunge.linear_model.base import Array, LinearModel
+from expunge.linear_model.logistic import fit_logistic
 from expunge.linear_model.numbers import RowScaled
+from expunge.linear_model.released import MODELS
 from expunge.linear_model.ridge import Solution, solve_ridge
 from expunge.linear_model.rows import Change, Store
-from expunge.linear_model.sums import TARGETS, Label, Sums, encode_labels, sort_labels
+from expunge.linear_model.sums import TARGETS, Label, Labels, Sums, encode_labels, sort_labels
 from expunge.linear_model.system import compute_moments
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 Reals = npt.NDArray[np.float64]
 
 
+@dataclass(eq=False, repr=False)
 class Ridge(MultiOutputMixin, RegressorMixin, LinearModel):
     """Linear least squares with a penalty on the squared norm, as scikit-learn's ``Ridge``.
 
@@ -53,28 +56,21 @@ class Ridge(MultiOutputMixin, RegressorMixin, LinearModel):
     (0.0, ['user-8'])
     """
 
-    def __init__(
-        self,
-        alpha: float | Sequence[float] = 1.0,
-        *,
-        fit_intercept: bool = True,
-        standardise: bool = False,
-        features: Features | None = None,
-        state: str | Path | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.fit_intercept = fit_intercept
-        self.standardise = standardise
-        self.features = features
-        self.state = state
+    alpha: float | Sequence[float] = 1.0
+    _: KW_ONLY
+    fit_intercept: bool = True
+    standardise: bool = False
+    features: Features | None = None
+    state: str | Path | None = None
 
     def _read_targets(self, y: Any, fit: bool) -> tuple[Array, None]:
         values = np.asarray(y)
         if values.dtype.kind not in "iufb":
             values = values.astype(np.float64)
         flat = values.ndim == 1
-        if self._get_facts().setdefault("flat", flat) != flat:
+        if self._facts.get("flat", flat) != flat:
             raise InputError.of("y", values.shape, "as flat as before")
+        self._decide(flat=flat)
         return TARGETS.quantise(values.reshape(len(values), -1), "y"), None
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
@@ -84,19 +80,19 @@ class Ridge(MultiOutputMixin, RegressorMixin, LinearModel):
     @property
     def coef_(self) -> Reals:
         """Weights of the columns: [columns], or [targets, columns] where y had two dimensions."""
-        found = _find(self).weights.T
-        return found[0] if self._get_facts().get("flat") else found
+        found = self._found.weights.T
+        return found[0] if self._facts.get("flat") else found
 
     @property
     def intercept_(self) -> Any:
         """The constant of each target."""
-        found = _find(self).intercept
-        return float(found[0]) if self._get_facts().get("flat") else found
+        found = self._found.intercept
+        return float(found[0]) if self._facts.get("flat") else found
 
     @property
     def alpha_(self) -> float:
         """The penalty that was chosen."""
-        return _find(self).alpha
+        return self._found.alpha
 
     def predict(self, X: Any) -> Reals:
         """Targets of rows."""
@@ -120,20 +116,17 @@ class _Classifier(ClassifierMixin, LinearModel):
         ``classes`` declares the classes, as the parameter of the same name does.
         """
         if classes is not None:
-            self._get_facts()["declared"] = list(sort_labels(set(np.asarray(classes).tolist())))
+            self._decide(declared=list(sort_labels(set(np.asarray(classes).tolist()))))
         return super().partial_fit(X, y, ids, readmit)
-
-    def _count_outputs(self, targets: Array) -> None:
-        return None
 
     def _read_targets(self, y: Any, fit: bool) -> tuple[Array, Labels]:
         given = column_or_1d(y, warn=True)
         check_classification_targets(given)
         letter = given.dtype.kind
         kind = {"i": "whole", "u": "whole", "U": "text", "O": "text"}.get(letter, letter)
-        before = self._get_facts().setdefault("labels", kind)
-        if before != kind:
+        if (before := self._facts.get("labels", kind)) != kind:
             raise InputError.of("y", given.dtype, f"of the kind of the labels before: {before}")
+        self._decide(labels=kind)
         labels = given.tolist()
         found = sort_labels(set(labels))
         if fit and len(found) == 1:
@@ -144,7 +137,7 @@ class _Classifier(ClassifierMixin, LinearModel):
         return encode_labels(labels), found
 
     def _list_declared(self) -> Labels:
-        given = self.classes if self.classes is not None else self._get_facts().get("declared")
+        given = self.classes if self.classes is not None else self._facts.get("declared")
         if given is not None and np.ndim(given) != 1:
             raise InputError.of("classes", given, "None or a list of labels")
         return () if given is None else sort_labels(set(np.asarray(given).tolist()))
@@ -153,30 +146,25 @@ class _Classifier(ClassifierMixin, LinearModel):
         """The classes: those that were declared, or those of the rows that are there."""
         return self._list_declared() or sums.labels or ()
 
-    def _check_sums(self, sums: Sums) -> None:
-        super()._check_sums(sums)
-        if len(sums.labels or ()) < 2:
-            raise UnlearningError("rows of fewer than two classes are left: there is no model")
-
     @property
     def classes_(self) -> Array:
         """The classes that were declared, or those that have rows."""
-        return np.array(_find(self).labels)
+        return np.array(self._found.labels)
 
     @property
     def coef_(self) -> Reals:
         """Weights of the columns: [classes, columns], one row for two classes."""
-        return _find(self).weights.T
+        return self._found.weights.T
 
     @property
     def intercept_(self) -> Reals:
         """The constant of each class."""
-        return _find(self).intercept
+        return self._found.intercept
 
     def decision_function(self, X: Any) -> Reals:
         """Scores: [rows, classes], or [rows] for two classes."""
         check_is_fitted(self)
-        solved = _find(self)
+        solved = self._found  # once: another process may change the state
         scores = self._expand(X) @ solved.weights + solved.intercept
         return scores[:, 0] if scores.shape[1] == 1 else scores
 
@@ -187,6 +175,7 @@ class _Classifier(ClassifierMixin, LinearModel):
         return self.classes_[best]
 
 
+@dataclass(eq=False, repr=False)
 class RidgeClassifier(_Classifier):
     """Ridge regression on ±1 for every class, as scikit-learn's ``RidgeClassifier``.
 
@@ -201,22 +190,14 @@ class RidgeClassifier(_Classifier):
     0.0
     """
 
-    def __init__(
-        self,
-        alpha: float | Sequence[float] = 1.0,
-        *,
-        fit_intercept: bool = True,
-        standardise: bool = False,
-        classes: Sequence[Label] | None = None,
-        features: Features | None = None,
-        state: str | Path | None = None,
-    ) -> None:
-        self.alpha = alpha
-        self.fit_intercept = fit_intercept
-        self.standardise = standardise
-        self.classes = classes
-        self.features = features
-        self.state = state
+    alpha: float | Sequence[float] = 1.0
+    _: KW_ONLY
+    fit_intercept: bool = True
+    standardise: bool = False
+    classes: Sequence[Label] | None = None
+    features: Features | None = None
+    state: str | Path | None = None
+    alpha_ = Ridge.alpha_
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
         labels = self._list_labels(sums)
@@ -227,15 +208,11 @@ class RidgeClassifier(_Classifier):
     @property
     def coef_(self) -> Reals:
         """Weights of the columns: [classes, columns], or [columns] for two classes."""
-        found = _find(self).weights.T
+        found = self._found.weights.T
         return found[0] if len(found) == 1 else found
 
-    @property
-    def alpha_(self) -> float:
-        """The penalty that was chosen."""
-        return _find(self).alpha
 
-
+@dataclass(eq=False, repr=False)
 class LogisticRegression(_Classifier):
     """Softmax regression with a penalty on the squared norm, as scikit-learn's.
 
@@ -249,26 +226,15 @@ class LogisticRegression(_Classifier):
     [[0.2, 0.8], [0.2, 0.8], [0.8, 0.2], [0.8, 0.2]]
     """
 
-    def __init__(
-        self,
-        C: float = 1.0,
-        *,
-        tol: float = 1e-4,
-        fit_intercept: bool = True,
-        max_iter: int = 500,
-        standardise: bool = False,
-        classes: Sequence[Label] | None = None,
-        features: Features | None = None,
-        state: str | Path | None = None,
-    ) -> None:
-        self.C = C
-        self.tol = tol
-        self.fit_intercept = fit_intercept
-        self.max_iter = max_iter
-        self.standardise = standardise
-        self.classes = classes
-        self.features = features
-        self.state = state
+    C: float = 1.0
+    _: KW_ONLY
+    tol: float = 1e-4
+    fit_intercept: bool = True
+    max_iter: int = 500
+    standardise: bool = False
+    classes: Sequence[Label] | None = None
+    features: Features | None = None
+    state: str | Path | None = None
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
         for name in ("C", "tol"):
@@ -283,7 +249,7 @@ class LogisticRegression(_Classifier):
         order = np.argsort(codes)
         classes = order[np.searchsorted(codes[order], rows["target"][:, 0])]
         moments = compute_moments(sums, store.numbers, present, self.fit_intercept)
-        table = Table(np.ascontiguousarray(features), classes, unit)
+        table = np.ascontiguousarray(features), classes, unit
         solved, left = fit_logistic(
             table, moments, self.C, self.tol, self.max_iter, self.standardise
         )
@@ -299,15 +265,14 @@ class LogisticRegression(_Classifier):
     @property
     def n_iter_(self) -> int:
         """How many gradients were evaluated."""
-        return _find(self).iterations
+        return self._found.iterations
 
     def predict_proba(self, X: Any) -> Reals:
         """Probabilities of the classes: [rows, classes]."""
         scores = self.decision_function(X)
         if scores.ndim == 1:
             scores = np.stack([np.zeros_like(scores), scores], axis=1)
-        e = np.exp(scores - scores.max(axis=1, keepdims=True))
-        return e / e.sum(axis=1, keepdims=True)
+        return softmax(scores, axis=1)
 
     def predict_log_proba(self, X: Any) -> Reals:
         """Logarithms of the probabilities of the classes."""
@@ -316,20 +281,15 @@ class LogisticRegression(_Classifier):
 
 def read_alphas(alpha: Any) -> tuple[float, ...]:
     """One penalty or several, checked."""
-    many = isinstance(alpha, Sequence | np.ndarray)
     try:
-        given = [float(value) for value in alpha] if many else [float(alpha)]
+        given = np.asarray(alpha, np.float64)
     except (TypeError, ValueError):
-        given = []
-    if not given or not all(0 <= value < math.inf for value in given):
+        given = np.empty(0)
+    if given.size == 0 or given.ndim > 1 or not ((given >= 0) & (given < np.inf)).all():
         raise InputError.of("alpha", alpha, "a finite number >= 0, or several")
-    if many and min(given) <= 0:
+    if given.ndim and given.min() <= 0:
         raise InputError.of("alpha", alpha, "numbers > 0, where there are several")
-    return tuple(given)
+    return tuple(given.ravel().tolist())
 
 
-def _find(model: LinearModel) -> Any:
-    """The solution; without one there is no such attribute."""
-    if not model.__sklearn_is_fitted__():
-        raise AttributeError(f"this {type(model).__name__} is not fitted yet")
-    return model._find_solution()  # pyright: ignore[reportPrivateUsage]
+MODELS.update({model.__name__: model for model in (Ridge, RidgeClassifier, LogisticRegression)})

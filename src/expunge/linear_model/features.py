@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
@@ -24,15 +25,14 @@ import numpy.typing as npt
 
 from expunge.certificates.hashes import hash_tensors
 from expunge.errors import InputError, UnlearningError
-from expunge.linear_model.numbers import RowScaled, check_numbers
+from expunge.linear_model.numbers import RowScaled
 from expunge.progress import show_progress
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 Array = npt.NDArray[Any]
-Evaluation = Literal["by construction", "tested"]
-Batch = dict[str, Any]
+Columns = dict[str, Any]  # tensors of one length by name, or one under ONLY
 FORMAT = "expunge-features-2"
 ONLY = ""  # the name of inputs that are one tensor, and of the network's output
 _BLOCKS = 4
@@ -53,6 +53,10 @@ class Features:
     ('',)
     """
 
+    network: Any = None
+    evaluation: Literal["by construction", "tested"] = "by construction"
+    _widths: tuple[int, ...] | None = None
+
     def __init__(
         self,
         network: nn.Module,
@@ -64,15 +68,14 @@ class Features:
         batch_size: int = 32,
         progress: bool = False,
     ) -> None:
-        check_numbers(bits, lift, seed)
+        RowScaled((), bits, lift, seed)  # refuses what cannot be
         if type(batch_size) is not int or batch_size < 1:
             raise InputError.of("batch_size", batch_size, "a whole number >= 1")
-        self.network: Any = _find_base(network)
+        base = getattr(network, "base_model", None)  # of a transformers model with a head
+        self.network = base if hasattr(base, "forward") else network
         self.bits, self.lift, self.seed = bits, lift, seed
         self.batch_size, self.progress = batch_size, progress
         self.layers = choose_layers(self.network, layers)
-        self.evaluation: Evaluation = "by construction"
-        self._widths: tuple[int, ...] | None = None
         self._passed: dict[object, bool] = {}
         self._described = {
             "format": FORMAT,
@@ -112,16 +115,14 @@ class Features:
             raise InputError("network is not given; features need it: load(path, network=...)")
         self._check_network()
         rows = read_inputs(inputs)
+        count = len(next(iter(rows.values())))
         with _evaluate(self.network, self.layers) as run:
-            size = 1 if single or not self._passes(run, rows) else self.batch_size
+            size = self.batch_size if count and not single and self._passes(run, rows) else 1
             self.evaluation = "tested" if size > 1 else "by construction"
-            shown = show_progress(range(0, len(rows), size), len(rows), "features", self.progress)
-            parts = [self._quantise(run(rows.take(at, size))) for at in shown]
-            if (
-                again
-                and parts
-                and not np.array_equal(self._quantise(run(rows.take(0, size))), parts[0])
-            ):
+            shown = show_progress(range(0, count, size), count, "features", self.progress)
+            parts = [self._quantise(run(*_take(rows, at, size))) for at in shown]
+            once = parts[0] if again and parts else None
+            if once is not None and (self._quantise(run(*_take(rows, 0, size))) != once).any():
                 raise UnlearningError(
                     "network gives other features for the first rows when it is run again; a row "
                     "depends on the rows before it"
@@ -148,17 +149,15 @@ class Features:
         if changed and hash_tensors(_list_tensors(self.network)) != self._described["network"]:
             raise InputError("network has other weights than when these features were made")
 
-    def _passes(self, run: Any, rows: Inputs) -> bool:
+    def _passes(self, run: Any, rows: Columns) -> bool:
         """Whether batches of rows of this shape pass the self-test here."""
         import torch
 
-        if self.batch_size == 1 or len(rows) == 0:
-            return False
-        shape = tuple((name, t.shape[1:], t.dtype) for name, t in rows.tensors.items())
+        shape = tuple((name, t.shape[1:], t.dtype) for name, t in rows.items())
         key = shape, torch.get_num_threads()
-        if key not in self._passed:
+        if self.batch_size > 1 and key not in self._passed:
             self._passed[key] = is_invariant(run, rows, self.batch_size, self.network)
-        return self._passed[key]
+        return self.batch_size > 1 and self._passed[key]
 
 
 def restore(description: Mapping[str, Any] | None, network: Any = None) -> Features | None:
@@ -172,47 +171,31 @@ def restore(description: Mapping[str, Any] | None, network: Any = None) -> Featu
             raise InputError("network is not the one these features were made with: it differs")
         return made
     made = Features.__new__(Features)
-    rest = {"network": None, "batch_size": 1, "progress": False, "evaluation": "by construction"}
-    hidden = {"_widths": None, "_passed": {}, "_versions": (), "_described": dict(description)}
-    vars(made).update(options | rest | hidden | {"layers": tuple(description["layers"])})
+    vars(made).update(options, layers=tuple(description["layers"]), _described=dict(description))
     return made
 
 
-class Inputs:
-    """Rows of a tensor, or of several by name."""
+def _take(rows: Columns, at: int, size: int) -> tuple[Columns, int]:
+    """A batch of ``size`` rows, and how many of them are real; the others are a constant."""
+    import torch
 
-    def __init__(self, tensors: dict[str, Any]) -> None:
-        self.tensors = tensors
-        lengths = {len(value) for value in tensors.values()}
-        if len(lengths) != 1:
-            raise InputError.of("X", sorted(lengths), "columns of one length")
-        self._length = lengths.pop()
-
-    def __len__(self) -> int:
-        return self._length
-
-    def take(self, at: int, size: int) -> tuple[Batch, int]:
-        """A batch of ``size`` rows, and how many of them are real; the others are a constant."""
-        import torch
-
-        batch, real = dict[str, Any](), min(size, len(self) - at)
-        for name, value in self.tensors.items():
-            part = value[at : at + size]
-            if real < size:
-                fill = torch.ones if name == _MASK else torch.zeros
-                added = fill((size - real, *part.shape[1:]), dtype=part.dtype, device=part.device)
-                part = torch.cat([part, added])
-            batch[name] = part
-        return batch, real
+    batch = {name: value[at : at + size] for name, value in rows.items()}
+    real = len(next(iter(batch.values())))
+    for name, part in batch.items() if real < size else ():
+        added = part.new_full((size - real, *part.shape[1:]), int(name == _MASK))
+        batch[name] = torch.cat([part, added])
+    return batch, real
 
 
-def read_inputs(given: Any) -> Inputs:
+def read_inputs(given: Any) -> Columns:
     """Rows from a tensor, an array, lists of numbers, or a mapping of them as tokenizers return."""
     import torch
 
     if hasattr(given, "keys"):
-        read = {str(name): read_inputs(given[name]) for name in given.keys()}  # noqa: SIM118
-        return Inputs({name: one.tensors[ONLY] for name, one in read.items()})
+        read = {str(name): read_inputs(given[name])[ONLY] for name in given.keys()}  # noqa: SIM118
+        if len(lengths := {len(value) for value in read.values()}) != 1:
+            raise InputError.of("X", sorted(lengths), "columns of one length")
+        return read
     if isinstance(given, list | tuple) and given and hasattr(given[0], "__len__"):
         rows = cast(Sequence[Any], given)
         if isinstance(rows[0], str):
@@ -235,64 +218,57 @@ def read_inputs(given: Any) -> Inputs:
         raise refused from None
     if found.layout != torch.strided or found.is_complex() or found.ndim < 1:
         raise refused
-    return Inputs({ONLY: found})
+    return {ONLY: found}
 
 
-class _evaluate:  # noqa: N801
+@contextmanager
+def _evaluate(
+    network: Any, layers: Sequence[str]
+) -> Generator[Callable[[Columns, int], list[Array]]]:
     """The network with hooks on its layers; a call gives the pooled activations of real rows."""
+    import torch
 
-    def __init__(self, network: Any, layers: Sequence[str]) -> None:
-        self.network, self.layers = network, layers
-        self.seen, self.handles = dict[str, Any](), list[Any]()
+    seen = dict[str, Any]()
 
-    def __enter__(self) -> Self:
-        for name in filter(None, self.layers):
-            keep: Any = lambda _module, _inputs, out, name=name: self.seen.update({name: out})  # noqa: E731
-            self.handles.append(self.network.get_submodule(name).register_forward_hook(keep))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def __call__(self, batch: tuple[Batch, int]) -> list[Array]:
-        import torch
-
-        columns, real = batch
-        device = next((t.device for t in self.network.parameters()), torch.device("cpu"))
+    def run(columns: Columns, real: int) -> list[Array]:
+        seen.clear()
+        device = next((t.device for t in network.parameters()), torch.device("cpu"))
         given = {name: value.to(device) for name, value in columns.items()}
         try:
             with torch.inference_mode():
-                whole = self.network(given[ONLY]) if ONLY in given else self.network(**given)
-                self.seen[ONLY] = whole
-                mask = find_mask(given, self.network)
-                size = len(next(iter(given.values())))
-                return [self._pool(name, mask, size, real) for name in self.layers]
-        except InputError:
-            raise
+                seen[ONLY] = network(given[ONLY]) if ONLY in given else network(**given)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"network cannot be run on these inputs: {reason}") from error
-        finally:
-            self.seen = {}
+        mask, size = find_mask(given, network), len(next(iter(given.values())))
+        return [_pool(name, find_tensor(seen.get(name)), mask, size, real) for name in layers]
 
-    def _pool(self, name: str, mask: Tensor | None, size: int, real: int) -> Array:
-        """The mean over places or tokens; one float64 row for each real row."""
-        import torch
+    def keep(name: str) -> Any:
+        return lambda _module, _inputs, out: seen.update({name: out})
 
-        out = find_tensor(self.seen.get(name))
-        if out is None or len(out) != size or out.ndim < 2 or not out.dtype.is_floating_point:
-            what = f"layer {name!r}" if name else "the output of the network"
-            raise InputError(f"{what} gives no row of numbers per example; name other layers")
-        out = out[:real].to(torch.float32) if out.dtype.itemsize < 4 else out[:real]
-        if out.ndim == 3 and mask is not None and mask.shape[1] == out.shape[1]:
-            weight = mask[:real, :, None].to(out.dtype)
-            out = (out * weight).sum(1) / weight.sum(1).clamp(min=1)
-        elif out.ndim == 3:
-            out = out.mean(1)
-        elif out.ndim > 3:
-            out = out.mean(tuple(range(2, out.ndim)))
-        return out.to("cpu", torch.float64).numpy()
+    named = [name for name in layers if name]
+    hooks = [network.get_submodule(name).register_forward_hook(keep(name)) for name in named]
+    try:
+        yield run
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _pool(name: str, out: Any, mask: Any, size: int, real: int) -> Array:
+    """The mean over places or tokens; one float64 row for each real row."""
+    import torch
+
+    if out is None or len(out) != size or out.ndim < 2 or not out.dtype.is_floating_point:
+        what = f"layer {name!r}" if name else "the output of the network"
+        raise InputError(f"{what} gives no row of numbers per example; name other layers")
+    out = out[:real].to(torch.float32) if out.dtype.itemsize < 4 else out[:real]
+    if out.ndim == 3 and mask is not None and mask.shape[1] == out.shape[1]:
+        weight = mask[:real, :, None].to(out.dtype)
+        out = (out * weight).sum(1) / weight.sum(1).clamp(min=1)
+    elif out.ndim > 2:
+        out = out.mean(1) if out.ndim == 3 else out.mean(tuple(range(2, out.ndim)))
+    return out.to("cpu", torch.float64).numpy()
 
 
 def find_tensor(output: Any) -> Any:
@@ -354,12 +330,6 @@ def _list_blocks(network: Any) -> Iterator[str]:
     yield from (found or [name for name, _ in network.named_children()])[:-1]
 
 
-def _find_base(network: Any) -> Any:
-    """Of a transformers model with a head, the model under the head."""
-    base = getattr(network, "base_model", None)
-    return network if base is None or not hasattr(base, "forward") else base
-
-
 def _read_versions(network: Any) -> tuple[object, ...]:
     """What changes when a tensor of the network is replaced or written to."""
     return tuple((t.data_ptr(), t._version) for t in _list_tensors(network).values())
@@ -380,7 +350,9 @@ def hash_code(network: Any) -> str:
     return hashlib.sha256(json.dumps(["expunge/code-1", tree]).encode()).hexdigest()
 
 
-def make_probe(rows: Inputs, size: int, seed: int, network: Any, shortest: bool = False) -> Inputs:
+def make_probe(
+    rows: Columns, size: int, seed: int, network: Any, shortest: bool = False
+) -> Columns:
     """Public noise of the shape and dtype of the rows, some of it padded at the end as text is."""
     import torch
 
@@ -390,7 +362,7 @@ def make_probe(rows: Inputs, size: int, seed: int, network: Any, shortest: bool 
     words = getattr(config, "vocab_size", None) or min(tables, default=2)
     padding = getattr(config, "pad_token_id", None) or 0
     found, lengths = dict[str, Any](), None
-    for name, value in rows.tensors.items():
+    for name, value in rows.items():
         shape = (size, *value.shape[1:])
         if value.dtype.is_floating_point:
             noise = torch.randn(shape, generator=generator).to(value.dtype)
@@ -410,28 +382,25 @@ def make_probe(rows: Inputs, size: int, seed: int, network: Any, shortest: bool 
         elif shortest:
             noise = torch.zeros_like(noise)
         found[name] = noise
-    return Inputs(found)
+    return found
 
 
-def is_invariant(run: Any, rows: Inputs, size: int, network: Any) -> bool:
+def is_invariant(run: Any, rows: Columns, size: int, network: Any) -> bool:
     """Whether rows keep their bits when they move and the others are replaced or shortened."""
     import torch
 
     probe = make_probe(rows, size, 0, network)
-    before = run(probe.take(0, size))
+    before = run(probe, size)
     for trial in (1, 2):
         order = torch.randperm(size, generator=torch.Generator().manual_seed(trial))
         kept = (torch.arange(size) % (trial + 1) == 0) & (order > trial - 2)  # then without 0
         others = make_probe(rows, size, trial, network, shortest=trial == 2)
         moved = {
-            name: torch.where(kept.reshape(-1, *[1] * (t.ndim - 1)), t[order], others.tensors[name])
-            for name, t in probe.tensors.items()
+            name: torch.where(kept.reshape(-1, *[1] * (t.ndim - 1)), t[order], others[name])
+            for name, t in probe.items()
         }
-        after = run(Inputs(moved).take(0, size))
-        pick = kept.numpy()
-        if not all(
-            np.array_equal(b[pick], a[order[kept].numpy()], equal_nan=True)
-            for a, b in zip(before, after, strict=True)
-        ):
+        pairs = zip(before, run(moved, size), strict=True)
+        now, was = kept.numpy(), order[kept].numpy()
+        if not all(np.array_equal(b[now], a[was], equal_nan=True) for a, b in pairs):
             return False
     return True

@@ -14,17 +14,18 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from scipy import linalg
+from scipy.special import softmax
 
 from expunge.linear_model.ridge import Solution, one_thread
 from expunge.linear_model.system import Moments, Reals, make_system
 
 Array = npt.NDArray[Any]
+Rows = tuple[Array, Array, float]  # in the order of content; the first times the last are columns
 _ROWS = 512  # as many as stay in a cache between a product and its transpose
 _SAMPLE = 4096
 _CURVATURE = 0.05  # of a trained model, about; only the start and the speed depend on it
@@ -33,37 +34,29 @@ _LEAST_STEP = 2.0**-10
 _COARSE = 1e-5  # gradients below this are computed in float64
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows in the order of their content: ``features`` times ``unit`` are the columns."""
-
-    features: Array
-    classes: npt.NDArray[np.int64]
-    unit: float
-
-
 class Objective:
     """F in the coordinates of the scaled normal equations, V = W / scale, and its gradient."""
 
-    def __init__(self, table: Table, penalty: Reals, scale: Reals, moments: Moments) -> None:
-        self.table, self.penalty, self.scale = table, penalty[:, None], scale
-        self.means = moments.means if moments.intercept else np.zeros_like(scale)
+    def __init__(self, rows: Rows, penalty: Reals, scale: Reals, moments: Moments) -> None:
+        self.features, self.classes, self.unit = rows
+        self.penalty, self.scale = penalty[:, None], scale
+        self.means = moments.columns[0] / moments.rows * moments.intercept
         self.intercept = moments.intercept
-        self.real: Any = np.float32 if table.features.dtype.kind == "i" else np.float64
+        self.real: Any = np.float32 if self.features.dtype.kind == "i" else np.float64
         self.pool = ThreadPoolExecutor(os.cpu_count() or 1)
 
     def compute(self, V: Reals) -> tuple[float, Reals]:
         """(F, ∇F); V's last row is the intercept at the means of the columns."""
         W = V[:-1] * self.scale[:, None]
-        weights = (W * self.table.unit).astype(self.real)
+        weights = (W * self.unit).astype(self.real)
         offset = (V[-1] - self.means @ W).astype(self.real)
-        n = len(self.table.classes)
+        n = len(self.classes)
 
         def work(at: int) -> tuple[float, Array, Array]:
-            x = self.table.features[at : at + _ROWS].astype(self.real, copy=False)
+            x = self.features[at : at + _ROWS].astype(self.real, copy=False)
             z = x @ weights
             z += offset
-            loss, r = _find_residuals(z, self.table.classes[at : at + _ROWS])
+            loss, r = _find_residuals(z, self.classes[at : at + _ROWS])
             return loss, np.ascontiguousarray(r.T) @ x, r.sum(axis=0, dtype=np.float64)
 
         value, product, total = 0.0, np.zeros(W.T.shape), np.zeros(W.shape[1])
@@ -71,21 +64,10 @@ class Objective:
             value += loss
             product += part
             total += summed
-        g = (product.T * self.table.unit - np.outer(self.means, total)) / n + self.penalty * W
+        g = (product.T * self.unit - np.outer(self.means, total)) / n + self.penalty * W
         last = total / n if self.intercept else np.zeros_like(total)
         gradient = np.concatenate([g * self.scale[:, None], last[None]])
         return value / n + float(np.vdot(self.penalty * W, W)) / 2, gradient
-
-    def refine(self, V: Reals) -> tuple[float, Reals]:
-        """The same in float64, from now on."""
-        self.real = np.float64
-        return self.compute(V)
-
-    def find_scores(self, V: Reals, rows: int) -> Reals:
-        """z of the first rows."""
-        W = V[:-1] * self.scale[:, None]
-        x = self.table.features[:rows].astype(np.float64)
-        return x @ (W * self.table.unit) + (V[-1] - self.means @ W)
 
 
 def _find_residuals(z: Array, classes: Array) -> tuple[float, Array]:
@@ -108,7 +90,7 @@ def _find_residuals(z: Array, classes: Array) -> tuple[float, Array]:
 
 
 def fit_logistic(
-    table: Table, moments: Moments, C: float, tol: float, max_iter: int, standardise: bool
+    rows: Rows, moments: Moments, C: float, tol: float, max_iter: int, standardise: bool
 ) -> tuple[Solution, float]:
     """Minimise F until no component of its gradient, with columns of variance 1, is above tol.
 
@@ -120,7 +102,7 @@ def fit_logistic(
         factor = linalg.cho_factor(system.matrix[0].astype(np.float64), check_finite=False)
         start = linalg.cho_solve(factor, system.right[0], check_finite=False) / system.outputs
         penalty = moments.variances if standardise else np.ones(len(start))
-        objective = Objective(table, penalty / (C * n), system.scale, moments)
+        objective = Objective(rows, penalty / (C * n), system.scale, moments)
         first = moments.outputs[0] / n if moments.intercept else np.zeros(q)
         V = np.concatenate([start, first[None]])
         curvature, V = _scale_start(objective, V)
@@ -143,17 +125,14 @@ def fit_logistic(
 
 def _scale_start(objective: Objective, V: Reals) -> tuple[float, Reals]:
     """The multiple of V that fits the first rows best, and the mean curvature there."""
-    rows = min(_SAMPLE, len(objective.table.classes))
-    scores, classes = objective.find_scores(V, rows), objective.table.classes[:rows]
+    W, x = V[:-1] * objective.scale[:, None], objective.features[:_SAMPLE].astype(np.float64)
+    scores = x @ (W * objective.unit) + (V[-1] - objective.means @ W)
+    classes = objective.classes[:_SAMPLE]
     tries = [2.0 ** (k / 2) for k in range(-2, 11)]
     losses = [_find_residuals(scores * t, classes)[0] for t in tries]
     best = tries[int(np.argmin(losses))]
     z = scores * best
-    if z.shape[1] == 1:
-        p = 1 / (1 + np.exp(-z))
-    else:
-        p = np.exp(z - z.max(axis=1, keepdims=True))
-        p /= p.sum(axis=1, keepdims=True)
+    p = 1 / (1 + np.exp(-z)) if z.shape[1] == 1 else softmax(z, axis=1)
     return 2 * max(float((p * (1 - p)).mean()), 1e-4), V * best
 
 
@@ -171,7 +150,8 @@ def _descend(
             break
         coarse = objective.real is np.float32
         if coarse and left <= _COARSE:
-            value, g = objective.refine(V)
+            objective.real = np.float64
+            value, g = objective.compute(V)
             pairs.clear()
             continue
         d, along = -g, list[float]()
@@ -194,7 +174,8 @@ def _descend(
         else:
             if not coarse:
                 break
-            value, g = objective.refine(V)  # what float32 can do is done
+            objective.real = np.float64  # what float32 can do is done
+            value, g = objective.compute(V)
             pairs.clear()
             continue
         length *= step

@@ -23,7 +23,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -88,10 +88,6 @@ class FixedPoint:
             found.append(limb)
         return found[::-1]
 
-    def expand(self, stored: Array) -> Array:
-        """The columns, as real numbers."""
-        return np.asarray(stored)
-
 
 @dataclass(frozen=True)
 class RowScaled:
@@ -111,7 +107,14 @@ class RowScaled:
     limbs = 1
 
     def __post_init__(self) -> None:
-        check_numbers(self.bits, self.lift, self.seed)
+        valid = f"a whole number from {FEWEST_BITS} to {MOST_BITS}"
+        if type(self.bits) is not int or not FEWEST_BITS <= self.bits <= MOST_BITS:
+            raise InputError.of("bits", self.bits, valid)
+        if type(self.lift) is not int or not 0 <= self.lift < MOST_COMPONENTS:
+            valid = f"a whole number from 0 to {MOST_COMPONENTS - 1}"
+            raise InputError.of("lift", self.lift, valid)
+        if type(self.seed) is not str:
+            raise InputError.of("seed", self.seed, "a public string")
 
     @property
     def exponent(self) -> int:
@@ -130,10 +133,9 @@ class RowScaled:
         return inputs + self.lift
 
     def describe(self) -> dict[str, Any]:
-        named = {"widths": list(self.widths), "bits": self.bits}
-        return {"kind": "row-scaled"} | named | {"lift": self.lift, "seed": self.seed}
+        return {"kind": "row-scaled", **asdict(self), "widths": list(self.widths)}
 
-    def quantise(self, values: Array, field: str, columns: Sequence[str] | None = None) -> Array:
+    def quantise(self, values: Array, field: str) -> Array:
         """q of every row, layer by layer. Zeros are zeros; anything not finite is refused."""
         q = np.empty(values.shape, self.dtype)
         for start in range(0, len(q), _ROWS):
@@ -194,16 +196,6 @@ def read_numbers(description: dict[str, Any]) -> Numbers:
         return FixedPoint()
     rest = {name: description[name] for name in ("bits", "lift", "seed")}
     return RowScaled(tuple(description["widths"]), **rest)
-
-
-def check_numbers(bits: object, lift: object, seed: object) -> None:
-    """Refuse what no features can have."""
-    if type(bits) is not int or not FEWEST_BITS <= bits <= MOST_BITS:
-        raise InputError.of("bits", bits, f"a whole number from {FEWEST_BITS} to {MOST_BITS}")
-    if type(lift) is not int or not 0 <= lift < MOST_COMPONENTS:
-        raise InputError.of("lift", lift, f"a whole number from 0 to {MOST_COMPONENTS - 1}")
-    if type(seed) is not str:
-        raise InputError.of("seed", seed, "a public string")
 
 
 @functools.lru_cache(maxsize=2)

@@ -25,8 +25,16 @@ import numpy as np
 from scipy import linalg
 from threadpoolctl import ThreadpoolController
 
-from expunge.linear_model.system import Moments, Reals, System, find_intercept, make_system
-from expunge.linear_model.wide import add_exactly, add_to, multiply_exactly
+from expunge.linear_model.system import (
+    Moments,
+    Reals,
+    System,
+    add_exactly,
+    add_to,
+    find_intercept,
+    make_system,
+    multiply_exactly,
+)
 
 GRID = 2.0**-48
 _SMALL = 384  # below this a float64 factor costs nothing
@@ -66,10 +74,8 @@ def solve_ridge(moments: Moments, alphas: Sequence[float], standardise: bool) ->
     alpha = alphas[0] if len(alphas) == 1 else choose_alpha(moments, alphas, standardise)
     system = make_system(moments, alpha, standardise, reuse=True)
     found = _solve_rounded(system) if system.least > 0 else None
-    proven = found is not None
-    W = found if found is not None else _solve_plain(system)
-    W = W * system.scale[:, None] / system.outputs
-    return Solution(W, find_intercept(moments, W), alpha, proven)
+    W = (_solve_plain(system) if found is None else found) * system.scale[:, None] / system.outputs
+    return Solution(W, find_intercept(moments, W), alpha, found is not None)
 
 
 def choose_alpha(moments: Moments, alphas: Sequence[float], standardise: bool) -> float:

@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from expunge.errors import CertificateError, InputError
+from expunge.errors import InputError
 from expunge.linear_model.numbers import FixedPoint, Numbers
 
 Array = npt.NDArray[Any]
 Counts = npt.NDArray[np.int64]
 Label = str | int | float | bool
+Labels = tuple[Label, ...]
 _MAGIC = b"expunge/sums-2\n"
-_EXACT = {np.float32: 2**24, np.float64: 2**53}  # whole numbers up to this
+_EXACT = 2**24  # whole numbers up to this are float32's
 _SHORT = 256  # float32 blocks shorter than this cost more than float64 ones
 _BLOCK = 8192
 TARGETS = FixedPoint()
@@ -45,7 +46,7 @@ class Sums:
     """
 
     rows: int
-    labels: tuple[Label, ...] | None
+    labels: Labels | None
     gram: Counts
     cross: Counts
     square: Counts
@@ -57,20 +58,19 @@ class Sums:
         return self._combine(other, -1)
 
     def _combine(self, other: Sums, sign: int) -> Sums:
-        gram = self.gram + other.gram if sign > 0 else self.gram - other.gram
         labels = self.labels
         if labels is not None and other.labels != labels:
             labels = sort_labels({*labels, *(other.labels or ())})
         one, two = self._align(labels), other._align(labels)
+        gram = self.gram + other.gram if sign > 0 else self.gram - other.gram
         cross, square = one[0] + sign * two[0], one[1] + sign * two[1]
-        rows = self.rows + sign * other.rows
         if labels is not None:
             left = np.flatnonzero(square[0].diagonal())
             labels = tuple(labels[place] for place in left)
             cross, square = cross[:, :, left], square[:, left][:, :, left]
-        return Sums(rows, labels, gram, cross, square)
+        return Sums(self.rows + sign * other.rows, labels, gram, cross, square)
 
-    def _align(self, labels: tuple[Label, ...] | None) -> tuple[Counts, Counts]:
+    def _align(self, labels: Labels | None) -> tuple[Counts, Counts]:
         """Σ φ tᵀ and Σ t tᵀ with a column for each of ``labels``."""
         if labels is None or self.labels == labels:
             return self.cross, self.square
@@ -81,56 +81,44 @@ class Sums:
         square[:, places, places] = self.square[0].diagonal()
         return cross, square
 
-    def list_parts(self) -> Iterator[bytes | memoryview]:
+    def to_bytes(self) -> bytes:
         """The bytes that are hashed and kept: one triangle by rows, little-endian."""
         shapes = [self.gram.shape, self.cross.shape, self.square.shape]
         # Of one digit the largest entries are squares: they are on the diagonal.
         largest = self.gram if len(self.gram) > 1 else self.gram.diagonal(0, 1, 2)
         kind = "<i4" if np.abs(largest).max(initial=0) < 2**31 else "<i8"
         head = {"rows": self.rows, "labels": self.labels, "shapes": shapes, "kind": kind}
-        yield _MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n"
+        parts: list[Any] = [_MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n"]
         for digit in self.gram:
-            yield from (digit[i, i:].astype(kind).data for i in range(len(digit)))
-        yield self.cross.astype("<i8").tobytes()
-        yield self.square.astype("<i8").tobytes()
-
-    def to_bytes(self) -> bytes:
-        """What ``from_bytes`` reads."""
-        return b"".join(self.list_parts())
+            parts += [digit[i, i:].astype(kind).data for i in range(len(digit))]
+        return b"".join([*parts, *(a.astype("<i8").tobytes() for a in (self.cross, self.square))])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Sums:
         """The sums that ``to_bytes`` wrote."""
         head, _, body = data.removeprefix(_MAGIC).partition(b"\n")
-        try:
-            facts = json.loads(head)
-            (m, p, _), *others = facts["shapes"]
-            kind = np.dtype(facts["kind"])
-            size = m * p * (p + 1) // 2
-            triangle = np.frombuffer(body, kind, size)
-            rest = np.frombuffer(body, "<i8", offset=size * kind.itemsize)
-            gram, at = np.zeros((m, p, p), np.int64), 0
-            for digit in gram:
-                for i in range(p):
-                    digit[i, i:] = triangle[at : at + p - i]
-                    at += p - i
-                digit += np.triu(digit, 1).T
-            cut = int(np.prod(others[0]))
-            cross, square = rest[:cut].reshape(others[0]), rest[cut:].reshape(others[1])
-        except (ValueError, KeyError, TypeError) as error:
-            raise CertificateError(f"these are not the sums of a state: {error}") from None
+        facts = json.loads(head)
+        (m, p, _), *others = facts["shapes"]
+        size, kind = m * p * (p + 1) // 2, np.dtype(facts["kind"])
+        triangle = np.frombuffer(body, kind, size)
+        rest = np.frombuffer(body, "<i8", offset=size * kind.itemsize).astype(np.int64)
+        gram, at = np.zeros((m, p, p), np.int64), 0
+        for digit in gram:
+            for i in range(p):
+                digit[i, i:] = triangle[at : at + p - i]
+                at += p - i
+            digit += np.triu(digit, 1).T
+        cut = int(np.prod(others[0]))
+        cross, square = rest[:cut].reshape(others[0]), rest[cut:].reshape(others[1])
         labels = None if facts["labels"] is None else tuple(facts["labels"])
-        return cls(facts["rows"], labels, gram, cross.astype(np.int64), square.astype(np.int64))
+        return cls(facts["rows"], labels, gram, cross, square)
 
     def digest(self) -> str:
         """SHA-256 of the bytes: equal on every machine."""
-        found = hashlib.sha256()
-        for part in self.list_parts():
-            found.update(part)
-        return found.hexdigest()
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
 
-def sort_labels(labels: set[Label]) -> tuple[Label, ...]:
+def sort_labels(labels: set[Label]) -> Labels:
     """Ascending; labels of kinds that have no order are refused."""
     try:
         return tuple(sorted(labels))  # type: ignore[type-var]
@@ -152,7 +140,7 @@ def encode_labels(labels: Sequence[Label]) -> Counts:
 
 
 def empty_sums(
-    numbers: Numbers, width: int, outputs: int | None, labels: tuple[Label, ...] | None = None
+    numbers: Numbers, width: int, outputs: int | None, labels: Labels | None = None
 ) -> Sums:
     """S(∅) with room for ``outputs`` targets of a regression; None: for classes ``labels``."""
     if outputs is None:
@@ -164,18 +152,13 @@ def empty_sums(
 
 
 def add_rows(
-    numbers: Numbers,
-    features: Array,
-    targets: Array,
-    labels: tuple[Label, ...] | None,
-    block: int = _BLOCK,
+    numbers: Numbers, features: Array, targets: Array, labels: Labels | None, block: int = _BLOCK
 ) -> Sums:
     """S of stored rows: codes of ``labels``, or targets of a regression where they are None."""
     check_room(len(features), numbers.largest)
-    width, codes = numbers.width(features.shape[1]), None
-    if labels is not None:
-        codes = encode_labels(labels)[:, 0]
-    total = empty_sums(numbers, width, targets.shape[1] if labels is None else None, labels)
+    codes = None if labels is None else encode_labels(labels)[:, 0]
+    width, outputs = numbers.width(features.shape[1]), targets.shape[1] if codes is None else None
+    total = empty_sums(numbers, width, outputs, labels)
     gram = total.gram
     for at in range(0, len(features), block):
         limbs = numbers.split(features[at : at + block])
@@ -197,7 +180,7 @@ def add_rows(
 
 
 def _multiply(x: Array, t: Array) -> Counts:
-    if x.dtype == np.float32 and np.abs(t).max(initial=0) <= 1 and len(x) * 2**11 <= 2**24:
+    if x.dtype == np.float32 and np.abs(t).max(initial=0) <= 1 and len(x) * 2**11 <= _EXACT:
         return (x.T @ t.astype(np.float32)).astype(np.int64)
     return (x.T.astype(np.float64) @ t).astype(np.int64)
 
@@ -220,26 +203,16 @@ def _multiply_limbs(limbs: list[Array], largest: int) -> Counts:
 
 def _multiply_squares(x: Array, largest: int) -> Counts:
     """Σ φ φᵀ of one limb."""
-    real, length = choose_block(largest**2)
-    parts = (x[at : at + length].astype(real, copy=False) for at in range(0, len(x), length))
-    total = (first := next(parts)).T @ first
-    if len(x) > length:
+    length = _EXACT // largest**2
+    if length < _SHORT:
+        x, length = x.astype(np.float64), _BLOCK
+    parts = [x[at : at + length] for at in range(0, len(x), length)]
+    total = parts[0].T @ parts[0]
+    if len(parts) > 1:
         total = total.astype(np.float64)
-    for part in parts:
+    for part in parts[1:]:
         total += part.T @ part
     return total.astype(np.int64)
-
-
-def choose_block(term: int) -> tuple[type[np.float32 | np.float64], int]:
-    """The float, and how many whole numbers up to ``term`` it always adds exactly.
-
-    >>> choose_block(127**2)[1], choose_block(2047**2)[0].__name__
-    (1040, 'float64')
-    """
-    for real, most in _EXACT.items():
-        if most // term >= _SHORT:
-            return real, min(most // term, 1 << 14)
-    raise InputError.of("bits", term, f"fewer: at most {2**53 // _SHORT} in a product")
 
 
 def check_room(rows: int, largest: int) -> None:

@@ -7,6 +7,9 @@ With the intercept eliminated, in whole numbers and then rounded once (to sums o
 and without it M = G + P, C = B. P = α I, or α diag(v) where columns are standardised, v their
 variances. Columns and outputs are scaled by powers of two, so that M has a diagonal about 1 and its
 least eigenvalue is at least ``least``. All of it is a function of the sums, the same everywhere.
+
+Wide whole numbers are arrays of digits in base 2^14, lowest first: Σ_m 2^(14 m) digits[m]. Digits
+may be of any size that int64 holds; ``carry`` brings all but the highest to at most 2^13.
 """
 
 from __future__ import annotations
@@ -20,18 +23,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from expunge.linear_model.numbers import Numbers
+from expunge.linear_model.numbers import RADIX, Numbers
 from expunge.linear_model.sums import TARGETS, Label, Sums
-from expunge.linear_model.wide import (
-    add_exactly,
-    carry,
-    multiply_exactly,
-    subtract_outer,
-    to_floats,
-)
 
+Digits = npt.NDArray[np.int64]
 Reals = npt.NDArray[np.float64]
 Parts = tuple[Reals, ...]  # a sum: each is far below the one before
+_HALF = 2 ** (RADIX - 1)
 _TILE = 128
 
 
@@ -57,11 +55,6 @@ class Moments:
         """Of the columns; mean squares where there is no intercept."""
         return self.gram[0].diagonal() / (float(self.rows) * self.unit)
 
-    @property
-    def means(self) -> Reals:
-        """Of the columns."""
-        return self.columns[0] / self.rows
-
 
 @dataclass(frozen=True)
 class System:
@@ -83,23 +76,16 @@ def compute_moments(
     if labels is None:
         s, B = sums.cross[: numbers.limbs, :, 0], sums.cross[:, :, 1:]
         t, et = sums.square[: TARGETS.limbs, 0, 1:], TARGETS.exponent
-        squares = to_floats(carry(sums.square), 2 * et)[0].diagonal()[1:]
-        Q = np.stack([digit.diagonal()[1:] for digit in sums.square])
+        squares = sums.square.diagonal(0, 1, 2)[:, 1:]
     else:
         s, B, t = _code_classes(sums, labels)
-        et, Q = 0, np.full((1, B.shape[2]), n, np.int64)
-        squares = np.full(B.shape[2], float(n))
+        et, squares = 0, np.full((1, B.shape[2]), n, np.int64)
     columns, outputs = to_floats(carry(s), ex), to_floats(carry(t), et)
-    if not intercept:
-        gram, cross = to_floats(carry(sums.gram), 2 * ex), to_floats(carry(B), ex + et)
-        return Moments(n, gram, cross, columns, outputs, squares, False)
-    gram = _center(n, sums.gram, s, 2 * ex, numbers)
-    cross = to_floats(subtract_outer(n, B, s, t), ex + et)
-    spread = [
-        subtract_outer(n, Q[:, k, None, None], t[:, [k]], t[:, [k]]) for k in range(len(squares))
-    ]
-    squares = np.array([to_floats(digits, 2 * et)[0][0, 0] for digits in spread])
-    return Moments(n, gram, cross, columns, outputs, squares, True)
+    unit, s, t = (n, s, t) if intercept else (1, 0 * s, 0 * t)
+    gram = _center(sums, unit, s, numbers)
+    cross = to_floats(subtract_product(unit, B, s[:, :, None], t[:, None]), ex + et)
+    spread = to_floats(subtract_product(unit, squares, t, t), 2 * et)[0]
+    return Moments(n, gram, cross, columns, outputs, spread, intercept)
 
 
 def _code_classes(sums: Sums, labels: Sequence[Label]) -> tuple[Any, Any, Any]:
@@ -115,15 +101,17 @@ def _code_classes(sums: Sums, labels: Sequence[Label]) -> tuple[Any, Any, Any]:
     return s, B, t
 
 
-def _center(n: int, gram: Any, s: Any, exponent: int, numbers: Numbers) -> Parts:
+def _center(sums: Sums, unit: int, s: Digits, numbers: Numbers) -> Parts:
     """n G - s sᵀ; of one limb in int64, where everything fits."""
-    if len(gram) > 1 or n * n * numbers.largest**2 >= 2**53:
-        return to_floats(subtract_outer(n, gram, s, s), exponent)
-    G, found, unit = gram[0], np.empty(gram[0].shape), 2.0**exponent
+    if len(sums.gram) > 1 or sums.rows**2 * numbers.largest**2 >= 2**53:
+        whole = subtract_product(unit, sums.gram, s[:, :, None], s[:, None])
+        return to_floats(whole, 2 * numbers.exponent)
+    G = sums.gram[0]
+    found = np.empty(G.shape)
     for at in range(0, len(G), _TILE):
-        part = G[at : at + _TILE] * n
+        part = G[at : at + _TILE] * unit
         part -= s[0, at : at + _TILE, None] * s[0]
-        np.multiply(part, unit, out=found[at : at + _TILE])
+        np.multiply(part, 2.0 ** (2 * numbers.exponent), out=found[at : at + _TILE])
     return (found,)  # exact
 
 
@@ -169,3 +157,76 @@ def find_intercept(moments: Moments, W: Reals) -> Reals:
         terms = [p, e, *(-part * W[:, k] for part in rest), [part[k] for part in moments.outputs]]
         found[k] = math.fsum(itertools.chain(*terms)) / moments.rows
     return found
+
+
+def carry(digits: Digits) -> Digits:
+    """The same numbers in digits of at most 2^13, with as many more digits as they need.
+
+    >>> carry(np.array([[2**20], [-1]])).tolist()
+    [[0], [63]]
+    """
+    found, rest = list[Digits](), np.zeros(digits.shape[1:], np.int64)
+    for digit in digits:
+        total = digit + rest
+        rest = (total + _HALF) >> RADIX
+        found.append(total - (rest << RADIX))
+    while np.abs(rest).max(initial=0) > 0:
+        higher = (rest + _HALF) >> RADIX
+        found.append(rest - (higher << RADIX))
+        rest = higher
+    return np.stack(found) if found else digits
+
+
+def subtract_product(count: int, whole: Digits, left: Digits, right: Digits) -> Digits:
+    """count · whole - left · right, exactly; the operands are carried first.
+
+    >>> subtract_product(7, np.array([[10]]), np.array([[3]]), np.array([[5]])).tolist()
+    [[55]]
+    """
+    W, a, b = carry(whole), carry(left), carry(right)
+    found = np.zeros((max(len(W), len(a) + len(b) - 1), *whole.shape[1:]), np.int64)
+    found[: len(W)] = W * count
+    for i, one in enumerate(a):
+        for j, other in enumerate(b):
+            if one.any() and other.any():
+                found[i + j] -= one * other
+    return carry(found)
+
+
+def to_floats(digits: Digits, exponent: int) -> tuple[Reals, Reals, Reals]:
+    """Three float64, each far below the one before, of sum 2^exponent Σ 2^(14 m) digits[m].
+
+    It is off by less than 2^-150 of it.
+    """
+    found = tuple(np.zeros(digits.shape[1:]) for _ in range(3))
+    for m in reversed(range(len(digits))):
+        found = add_to(found, digits[m] * 2.0 ** (exponent + RADIX * m))
+    hi, lo = add_exactly(*found[:2])
+    return hi, *add_exactly(lo, found[2])
+
+
+def add_to(sums: tuple[Reals, ...], term: Reals) -> tuple[Reals, Reals, Reals]:
+    """A sum in three float64 with one term more; only the lowest is rounded."""
+    hi, error = add_exactly(sums[0], term)
+    lo, error = add_exactly(sums[1], error)
+    return hi, lo, sums[2] + error
+
+
+def add_exactly(a: Any, b: Any) -> tuple[Any, Any]:
+    """(s, e) with s + e = a + b, s the rounded sum (Knuth)."""
+    s = a + b
+    t = s - a
+    return s, (a - (s - t)) + (b - t)
+
+
+def multiply_exactly(a: Reals, b: Reals) -> tuple[Reals, Reals]:
+    """(p, e) with p + e = a b, p the rounded product (Dekker)."""
+    p = a * b
+    (a1, a2), (b1, b2) = _halve(a), _halve(b)
+    return p, ((a1 * b1 - p) + a1 * b2 + a2 * b1) + a2 * b2
+
+
+def _halve(a: Reals) -> tuple[Reals, Reals]:
+    c = a * 134217729.0  # 2^27 + 1
+    high = c - (c - a)
+    return high, a - high
