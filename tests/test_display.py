@@ -28,11 +28,7 @@ RECIPES: dict[str, Recipe] = {
     "linear-model": LinearModel(),
     "shards": Sharding(8, 4),
 }
-ATTACKS = [
-    "line\nanother\nand\na\nfourth",
-    "\x1b[2Jcleared\x07",
-    "\u202edesrever",
-]
+ATTACKS = ["line\nanother\nand\na\nfourth", "\x1b[2Jcleared\x07", "\u202edesrever"]
 
 
 def check(thing: object) -> None:

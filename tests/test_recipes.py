@@ -145,10 +145,7 @@ class TestRefusedNumbers:
 
     @pytest.mark.parametrize(
         ("kind", "field", "most"),
-        [
-            (GradientClipping, "steps", 10**6),
-            (ModelClipping, "steps", 10**4),
-        ],
+        [(GradientClipping, "steps", 10**6), (ModelClipping, "steps", 10**4)],
     )
     def test_more_steps_than_can_be_verified(self, kind, field, most) -> None:
         expected = f"{field} is {most + 1}; it must be at most {most}, to be verified"

@@ -9,12 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expunge import GradientClipping, InputError, ModelClipping, OutputPerturbation, guarantee
-from expunge.accounting.precision import (
-    LARGEST_CELL,
-    bound_rounding,
-    choose_precision,
-    list_levels,
-)
+from expunge.accounting.precision import LARGEST_CELL, bound_rounding, choose_precision, list_levels
 from expunge.recipes import Execution
 
 NOISY = {

@@ -163,13 +163,7 @@ def test_the_centre_is_never_further_than_the_retrained_model(recipe, delta) -> 
 
 
 @some
-@given(
-    recipes,
-    st.floats(0, 1),
-    st.floats(1e-15, 1e-3),
-    st.integers(2, 50),
-    st.floats(0, 20),
-)
+@given(recipes, st.floats(0, 1), st.floats(1e-15, 1e-3), st.integers(2, 50), st.floats(0, 20))
 def test_execution_only_ever_costs(recipe, rounding, tail, releases, epsilon) -> None:
     ideal = log_delta(recipe, epsilon)
     for execution in (

@@ -265,10 +265,7 @@ def test_a_finer_grid_than_the_records(made, run) -> None:
     c, grid = load(run / NOISY), 2.0**-60
     ran = Execution(rounding=3 * grid * c.parameters**0.5)
     better = guarantee(c.recipe, delta=c.delta, execution=ran)
-    forge(
-        run / NOISY,
-        lambda plain: plain.update(asdict(better), grid=grid, execution=asdict(ran)),
-    )
+    forge(run / NOISY, lambda plain: plain.update(asdict(better), grid=grid, execution=asdict(ran)))
     assert verify(run / NOISY).certificate.epsilon < c.epsilon
     with pytest.raises(VerificationError, match=r"grid is .* but the record gives"):
         verify(run / NOISY, record=made / NOISY / "record.json")

@@ -179,11 +179,7 @@ def test_a_whole_backup_under_a_newer_list_takes_the_request_again(tmp_path: Pat
         if file.is_file():
             shutil.copy(file, tmp_path / "state" / file.relative_to(tmp_path / "old"))
     again = make(tmp_path / "state")
-    for call in (
-        again.release,
-        lambda: again.learn(data),
-        lambda: again.forget(["user-4"], data),
-    ):
+    for call in (again.release, lambda: again.learn(data), lambda: again.forget(["user-4"], data)):
         with pytest.raises(ExpungeError, match="1 of the forgotten are in the state"):
             call()
     release = again.forget(["user-3"], data)

@@ -117,10 +117,7 @@ MALFORMED: dict[str, tuple[Prepare, str]] = {
     "a NaN": (job(replace=("epochs = 2", "epochs = nan")), "training.epochs is nan; it must be"),
     "a negative batch": (job(method={"batch_size": -5}), "method.batch_size is -5; it must be"),
     "a negative seed": (job(training={"seed": -1}), "training.seed is -1; it must be"),
-    "a list that is a folder": (
-        job(data={"forget": "."}),
-        "cannot be read: Is a directory",
-    ),
+    "a list that is a folder": (job(data={"forget": "."}), "cannot be read: Is a directory"),
     "a list that is not UTF-8": (listing(b"p3\n\xe9t\xe9\n"), "can't decode byte 0xe9"),
     "a list with a NUL byte": (listing(b"p3\0\np7\n"), "ids is 'p3\\x00'; it must be"),
     "a list of spaces": (listing(b"\n  \n"), "names nobody; it must name at least 1"),

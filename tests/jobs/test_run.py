@@ -166,10 +166,7 @@ def test_the_caller_may_name_people_folder_and_parent(tmp_path: Path) -> None:
 
 FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "build": ({"model": {"build": "own.py:fail"}}, "RuntimeError: the disk of the shop is on fire"),
-    "no module": (
-        {"model": {"build": "own.py:nothing"}},
-        "build() returned a int; it must be",
-    ),
+    "no module": ({"model": {"build": "own.py:nothing"}}, "build() returned a int; it must be"),
     "no function": ({"model": {"build": "own.py:biuld"}}, "own.py has no function biuld"),
     "no file": (
         {"model": {"build": "mine.py:build"}},
@@ -187,10 +184,7 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
         {"method": NOISE["method"] | {"start_clip": 1e300}},
         "no value meets epsilon = 1, delta = 1e-05",
     ),
-    "a key that is none": (
-        {"output": {"sign": "own.py"}},
-        "own.py cannot be used",
-    ),
+    "a key that is none": ({"output": {"sign": "own.py"}}, "own.py cannot be used"),
     "load": ({"data": {"load": "own.py:fail"}}, "data.load failed: RuntimeError: the disk of the"),
     "no data": ({"data": {"load": "own.py:nothing"}}, "data.load returned a int; it must return"),
     "train": (

@@ -145,9 +145,7 @@ def compare_lives(actions) -> None:
 
 
 @settings(
-    max_examples=100,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(ACTIONS)
 def test_lives(one_key: None, actions) -> None:
@@ -156,9 +154,7 @@ def test_lives(one_key: None, actions) -> None:
 
 @pytest.mark.slow
 @settings(
-    max_examples=10_000,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(ACTIONS)
 def test_ten_thousand_lives(one_key: None, actions) -> None:
@@ -166,9 +162,7 @@ def test_ten_thousand_lives(one_key: None, actions) -> None:
 
 
 @settings(
-    max_examples=10,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(ACTIONS)
 def test_lives_on_disk(one_key: None, tmp_path_factory, actions) -> None:
