@@ -16,6 +16,7 @@ import expunge_ledger
 from expunge_ledger import Ledger
 from expunge_ledger.database import connect, connected, read_url, upgrade
 from expunge_ledger.schema import METADATA
+from ledger.tests.life import forget
 from ledger.tests.postgres import find_programs, make_database
 
 
@@ -118,9 +119,7 @@ def test_roles_of_postgresql(cluster: Path, state: Path, tmp_path: Path) -> None
     with Ledger(address.replace("postgres@", "expunge_ledger@"), key=tmp_path / "key") as ledger:
         ledger.register("shop", state)
         ledger.make_token("desk", "requester")
-        ledger.request("person-1")
-        ledger.request("nobody")
-        (done_,) = ledger.work()
+        done_ = forget(ledger, "person-1", "nobody")
         assert (done_.forgotten, done_.not_held) == (1, 1)
         ledger.verify()
         ledger.retire("shop", "gone")

@@ -4,12 +4,10 @@ import json
 import time
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
 from expunge_ledger import models
 from expunge_ledger.records import read_pace
 from expunge_ledger.server.desk import Desk
-from ledger.tests.life import Killed, die, let_lease_end
+from ledger.tests.life import die_at, let_lease_end
 from ledger.tests.server_run import Life
 
 EVERY = (
@@ -110,6 +108,9 @@ def test_a_token_for_one_model_knows_no_other(both: Life) -> None:
     assert [one["name"] for one in life.ask(who, "GET", "/models").json()] == ["search"]
     events = life.ask(who, "GET", f"/requests/{everywhere}/events").json()
     assert all("shop" not in json.dumps(event["body"]) for event in events)
+    totals = [life.ask(who, "GET", f"/requests?model={one}").json()["total"]
+              for one in ("search", "shop", "none")]  # fmt: skip
+    assert totals == [2, 0, 0], "chosen by another model, the list says nothing"
     life.work("shop")
     assert life.ask(who, "GET", "/models/shop/releases/1/certificate.json").status_code == 404
 
@@ -190,24 +191,15 @@ def test_verification_names_what_differs(life: Life) -> None:
 def test_a_model_that_fails_says_so_and_its_requests_stay_open(life: Life) -> None:
     number = life.file("operator", "person-1", model="shop")
     (life.folder / "shop" / "stand-in.json").write_text("{}")
-    life.ask("operator", "POST", "/models/shop/work")
-    until = time.monotonic() + 120
-    while not (now := life.ask("operator", "GET", "/work").json()[0])["over"]:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    now = life.let_work("shop")
     assert (now["stage"], bool(now["said"])) == ("failed", True)
     assert life.ask("auditor", "GET", "/work").json()[0]["said"] == ""
     assert life.ledger.get(number).state == "open"
 
 
-def test_work_that_a_dead_worker_left_is_taken_up_when_a_server_starts(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_that_a_dead_worker_left_is_taken_up_when_a_server_starts(life: Life) -> None:
     number = life.file("operator", "person-1", model="search")
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model, "forget", die)
-        with pytest.raises(Killed):
-            life.ledger.work("search")
+    die_at(models.Model, "forget", life.ledger.work, "search")
     let_lease_end(life.ledger)
     desk = Desk(life.ledger, pause=0.05)
     desk.start()

@@ -175,7 +175,7 @@ def test_finding_a_person(life: Life) -> None:
     assert officer.post("/evidence", form_token=token, person="x").status_code == 404
 
 
-def test_signing_in_and_out(life: Life) -> None:
+def test_signing_in_and_out_and_a_token_that_is_revoked(life: Life) -> None:
     stranger = Browser(life)
     for path in ("/", "/requests/1", "/models", "/find", "/requests/new", "/models/shop"):
         answer = stranger.get(path)
@@ -189,9 +189,6 @@ def test_signing_in_and_out(life: Life) -> None:
     assert stranger.get("/").status_code == 200
     stranger.send("/", "/sign-out")
     assert stranger.get("/").status_code == 303
-
-
-def test_a_token_that_is_revoked_ends_its_sessions(life: Life) -> None:
     officer = Browser(life, "operator")
     assert officer.get("/").status_code == 200
     life.ledger.revoke_token("operator")
