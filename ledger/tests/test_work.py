@@ -349,7 +349,8 @@ def test_a_backup_under_work_that_was_killed(
 def test_a_model_is_retired(ledger: Ledger, tmp_path: Path) -> None:
     old = make_state(tmp_path / "old", people=40)
     ledger.register("old", old)
-    forget(ledger, "person-1")
+    ledger.request("person-1")
+    ledger.work()
     ledger.request("person-35")
     ledger.request("person-36", model="old")
     with pytest.raises(expunge.InputError, match="why nobody uses the model any more"):

@@ -295,7 +295,7 @@ def test_edited_weights(run) -> None:
         file.write_bytes(changed)
         with pytest.raises(FAILS):
             verify(run / EXACT)
-    for changed in (raw[:-1], raw + b"\0", b"", raw[: length + 8]):
+    for changed in (raw[:-1], raw + b"\0", b"", raw[:7], raw[:8], raw[:40], raw[: length + 8]):
         file.write_bytes(changed)
         with pytest.raises(FAILS):
             verify(run / EXACT)
@@ -325,6 +325,7 @@ def test_other_tensors(change, run) -> None:
     "pytorch_model.bin", "model.safetensors.index.json", "model.py", "adapter_model.bin",
     "other.safetensors", "MODEL.SAFETENSORS", "tf_model.h5", "flax_model.msgpack", "model.gguf",
     "adapter_config.json", "config.json", "Config.JSON", "generation_config.json", "own.so",
+    "modules.json", "model_index.json", "model.tflite", "a.zip",
 ])  # fmt: skip
 def test_what_a_program_would_load_instead(name, run) -> None:
     """Of a noisy release: its certificate names no config.json."""

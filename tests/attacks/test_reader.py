@@ -260,22 +260,6 @@ def test_constituents_that_were_planted(name, tmp_path) -> None:
         expunge.verify(run)
 
 
-@pytest.mark.parametrize("name", ["modules.json", "model_index.json", "model.tflite", "a.zip"])
-def test_more_that_programs_load(name, tmp_path) -> None:
-    save_release(tmp_path / "run")
-    (tmp_path / "run" / name).write_bytes(b"[]")
-    with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
-        expunge.verify(tmp_path / "run")
-
-
-def test_a_folder_of_models_beside_a_release_is_named(tmp_path) -> None:
-    save_release(tmp_path / "run")
-    (tmp_path / "run" / "other").mkdir()
-    (tmp_path / "run" / "other" / "model.safetensors").write_bytes(b"")
-    found = expunge.verify(tmp_path / "run")
-    assert "other files in this folder: other/ (in it model.safetensors)" in found.unchecked
-
-
 def test_what_was_not_looked_at_of_the_parent(tmp_path) -> None:
     save_chain(tmp_path)
     one, two = tmp_path / "first", tmp_path / "second"

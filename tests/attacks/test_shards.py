@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import time
 import warnings
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,35 +14,10 @@ import pytest
 from torch import nn
 
 from expunge import ExpungeError, verify
+from tests.helpers.deaths import kill_at
 from tests.helpers.small_shards import hash_release, make, make_data, train, train_fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-STEPS = ("fsync", "replace", "unlink", "open")
-
-
-def kill_at(step: int, work: Callable[[], object]) -> bool:
-    """Run ``work`` in a child that dies at its ``step``-th call of the system; whether it did."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    count = 0
-
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
-        def run(*given: object, **named: object) -> object:
-            nonlocal count
-            count += 1
-            if count == step:
-                os._exit(9)
-            return call(*given, **named)
-
-        return run
-
-    try:
-        for name in STEPS:
-            setattr(os, name, dying(getattr(os, name)))
-        work()
-    finally:
-        os._exit(0)
 
 
 def test_kills_at_twenty_moments_of_learning_and_forgetting(tmp_path: Path) -> None:

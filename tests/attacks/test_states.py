@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +16,9 @@ from expunge.errors import ExpungeError
 from expunge.files import new_folder, write_atomic
 from expunge.manifests import Announced, Entry, Manifest
 from expunge.states import State
+from tests.helpers.deaths import kill_at
 
 PEOPLE = [f"person-{i:02d}" for i in range(12)]
-STEPS = ("fsync", "replace", "unlink", "open", "mkdir")
 
 
 def place(person: str) -> str:
@@ -96,31 +94,6 @@ def begin(folder: Path) -> State:
     learn(state, PEOPLE[:8])
     forget(state, PEOPLE[:2])
     return state
-
-
-def kill_at(step: int, work: Callable[[], None]) -> bool:
-    """Run ``work`` in a child that dies at its ``step``-th call of the system; whether it did."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    count = 0
-
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
-        def run(*given: object, **named: object) -> object:
-            nonlocal count
-            count += 1
-            if count == step:
-                os._exit(9)
-            return call(*given, **named)
-
-        return run
-
-    try:
-        for name in STEPS:
-            setattr(os, name, dying(getattr(os, name)))
-        work()
-    finally:
-        os._exit(0)
 
 
 @pytest.mark.parametrize("what", ["learn", "forget"])

@@ -101,14 +101,10 @@ def test_scope_follows_the_run() -> None:
     plain = certify(make("gradient-clipping"))
     assert "one vector, which was clipped and noised" in plain.statement()
     rich = make(
-        "gradient-clipping",
-        start="centre",
-        origin="zero",
-        buffers=("bn.mean",),
-        missing=("head.weight",),
-        unchanged=("embed",),
+        "gradient-clipping", start="centre", origin="zero", buffers=("bn.mean",),
+        missing=("head.weight",), unchanged=("embed",),
         applied=(Applied(note="int8", before="9" * 64, after=plain.weights.after),),
-    )
+    )  # fmt: skip
     words = certify(rich, releases=3).statement()
     for expected in (
         "began at the public centre, zero, and never used the old model",

@@ -132,12 +132,3 @@ def test_malformed_files_are_refused(change, sentence, tmp_path) -> None:
     rewrite_header(tmp_path / "m", change)
     with pytest.raises(CertificateError, match=sentence):
         hash_file(tmp_path / "m")
-
-
-def test_truncated_files_are_refused(tmp_path) -> None:
-    write_safetensors(tmp_path / "m", make_tensors())
-    raw = (tmp_path / "m").read_bytes()
-    for end in (0, 7, 8, 40, len(raw) - 1):
-        (tmp_path / "m").write_bytes(raw[:end])
-        with pytest.raises(CertificateError):
-            hash_file(tmp_path / "m")

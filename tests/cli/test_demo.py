@@ -82,13 +82,8 @@ def test_it_is_plain_text_that_ends_with_the_next_command(demo: Shown) -> None:
     shown = demo.text.replace(str(demo.out), "runs/demo")
     assert max(map(len, shown.splitlines())) <= 100
     assert demo.text.splitlines()[-1].split() == [
-        "Your",
-        "own",
-        "model:",
-        "expunge",
-        "init",
-        "mine",
-    ]
+        "Your", "own", "model:", "expunge", "init", "mine",
+    ]  # fmt: skip
     for name, folder in re.findall(r"expunge (verify|show) (\S+)", demo.text):
         assert call(name, folder).returncode == 0
 

@@ -110,10 +110,8 @@ MALFORMED: dict[str, tuple[Prepare, str]] = {
     "an empty file": (raw(b""), "mistakes"),
     "a binary file": (raw(b"\xff\xfe\x00"), "is not valid TOML"),
     "a number with 400 digits": (job(replace=("steps = 4", "steps = 1" + "0" * 400)), "steps"),
-    "a number Python cannot read": (
-        job(replace=("steps = 4", "steps = 1" + "0" * 5000)),
-        "is not valid TOML",
-    ),
+    "a number Python cannot read": (job(replace=("steps = 4", "steps = 1" + "0" * 5000)),
+     "is not valid TOML"),
     "a NaN": (job(replace=("epochs = 2", "epochs = nan")), "training.epochs is nan; it must be"),
     "a negative batch": (job(method={"batch_size": -5}), "method.batch_size is -5; it must be"),
     "a negative seed": (job(training={"seed": -1}), "training.seed is -1; it must be"),
@@ -121,14 +119,10 @@ MALFORMED: dict[str, tuple[Prepare, str]] = {
     "a list that is not UTF-8": (listing(b"p3\n\xe9t\xe9\n"), "can't decode byte 0xe9"),
     "a list with a NUL byte": (listing(b"p3\0\np7\n"), "ids is 'p3\\x00'; it must be"),
     "a list of spaces": (listing(b"\n  \n"), "names nobody; it must name at least 1"),
-    "a list of everybody": (
-        listing("\n".join(f"p{i}" for i in range(50)).encode()),
-        "names everybody",
-    ),
-    "a column that is not there": (
-        listing(b"\xef\xbb\xbfperson;row\np3;1\n", "list.csv", "name"),
-        "is 'name'; it must be one of ['person', 'row']",
-    ),
+    "a list of everybody": (listing("\n".join(f"p{i}" for i in range(50)).encode()),
+     "names everybody"),
+    "a column that is not there": (listing(b"\xef\xbb\xbfperson;row\np3;1\n", "list.csv", "name"),
+     "is 'name'; it must be one of ['person', 'row']"),
     "JSON that is no list": (listing(b'"p3"', "list.json"), "is 'a JSON str'; it must be"),
     "empty weights": (weighing(b""), "old"),
     "weights cut short": (weighing(struct.pack("<Q", len(HEADER)) + HEADER + b"\0" * 40), "old"),
@@ -142,37 +136,28 @@ MALFORMED: dict[str, tuple[Prepare, str]] = {
     "an output in a file": (job(output={"dir": "own.py/run"}), "own.py is a file"),
     "an output that is a file": (job(output={"dir": "own.py"}), "own.py is a file"),
     "an output that cannot be made": (job(output={"dir": "/proc/nowhere/run"}), "/proc/nowhere"),
-    "an output with a NUL byte": (
-        job(replace=('dir = "run"', 'dir = "a\\u0000b"')),
-        "output.dir is 'a\\x00b'",
-    ),
-    "a state that is cut short": (
-        state("forget", "@broken", "@forget.txt", "--out", "@out"),
-        "is damaged",
-    ),
+    "an output with a NUL byte": (job(replace=('dir = "run"', 'dir = "a\\u0000b"')),
+     "output.dir is 'a\\x00b'"),
+    "a state that is cut short": (state("forget", "@broken", "@forget.txt", "--out", "@out"),
+     "is damaged"),
     "a state of nobody": (state("forget", "@state", "@none.txt", "--out", "@out"), "'nobody'"),
     "half a certificate": (checking("verify", "@run", cut=400), "a certificate must be JSON"),
     "an empty certificate": (checking("verify", "@run", cut=0), "a certificate must be JSON"),
     "a folder without one": (checking("verify", "@empty"), "certificate"),
     "a parent without one": (checking("verify", "@run", "--parent", "@empty"), "certificate"),
-    "a record that is none": (
-        checking("verify", "@run", "--record", "@run/certificate.json"),
-        "record",
-    ),
+    "a record that is none": (checking("verify", "@run", "--record", "@run/certificate.json"),
+     "record"),
     "weights to verify that are none": (checking("verify", "@run", data=b"\xff" * 20), "model"),
     "a report of nothing": (checking("report", "@empty"), "certificate"),
     "an audit of nothing": (checking("audit", "@empty"), "certificate"),
     "a replay of nothing": (checking("replay", "@empty", "@job.toml"), "the folder of a release"),
     "a plan for too many parameters": (
-        lambda _: ["plan", "--epsilon", "1", "--delta", "1e-5", "--parameters", "9" * 400],
-        "parameters",
-    ),
-    "a plan of a folder": (
-        lambda folder: ["plan", "--job", folder.parent],
-        "cannot be read: Is a directory",
-    ),
+     lambda _: ["plan", "--epsilon", "1", "--delta", "1e-5", "--parameters", "9" * 400],
+     "parameters"),
+    "a plan of a folder": (lambda folder: ["plan", "--job", folder.parent],
+     "cannot be read: Is a directory"),
     "two templates": (lambda folder: ["init", folder, "--head", "--lora"], "name one of them"),
-}
+}  # fmt: skip
 
 
 def look(folder: Path) -> tuple[dict[str, str], set[str]]:

@@ -98,41 +98,31 @@ def test_audit_of_a_noisy_release_and_of_an_exact_one(tmp_path: Path) -> None:
 
 LIGHT = [
     ["account", "output-perturbation", "--start-clip", "1", "--noise-std", "9", "--delta", "1e-5"],
-    ["plan", "--epsilon", "1", "--delta", "1e-5", "--parameters", "9"],
-    ["verify", "run"],
-    ["show", "run"],
-    ["report", "run"],
-    ["keygen", "other.pem"],
-    ["sign", "run", "--key", "key.pem"],
-    ["init", "mine"],
-    ["--help"],
-    ["--version"],
-]
+    ["plan", "--epsilon", "1", "--delta", "1e-5", "--parameters", "9"], ["verify", "run"],
+    ["show", "run"], ["report", "run"], ["keygen", "other.pem"],
+    ["sign", "run", "--key", "key.pem"], ["init", "mine"], ["--help"], ["--version"],
+]  # fmt: skip
 
 
-def test_commands_that_train_nothing_never_load_torch(release: Path) -> None:
-    succeed("keygen", release.with_name("key.pem"))
+def run_without_torch(commands: list[list[str]], folder: Path) -> None:
     text = (
         "import runpy, sys\n"
-        "from contextlib import redirect_stdout\n"
-        "import io\n"
-        f"for words in {LIGHT!r}:\n"
+        f"for words in {commands!r}:\n"
         "    sys.argv = ['expunge', *words]\n"
         "    try:\n"
-        "        with redirect_stdout(io.StringIO()):\n"
-        "            runpy.run_module('expunge', run_name='__main__')\n"
+        "        runpy.run_module('expunge', run_name='__main__')\n"
         "    except SystemExit as end:\n"
         "        assert not end.code, (words, end.code)\n"
         "    assert 'torch' not in sys.modules, words\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", text],
-        cwd=release.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    given = [sys.executable, "-c", text]
+    done = subprocess.run(given, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_commands_that_train_nothing_never_load_torch(release: Path) -> None:
+    succeed("keygen", release.with_name("key.pem"))
+    run_without_torch(LIGHT, release.parent)
 
 
 def test_a_linear_model_forgets_without_torch(tmp_path: Path) -> None:
@@ -153,20 +143,7 @@ def test_a_linear_model_forgets_without_torch(tmp_path: Path) -> None:
         ["forget", "state", "list.txt", "--out", "release-2"],
         ["replay", "release-2", "job.toml"],
     ]
-    text = (
-        "import runpy, sys\n"
-        f"for words in {commands!r}:\n"
-        "    sys.argv = ['expunge', *words]\n"
-        "    try:\n"
-        "        runpy.run_module('expunge', run_name='__main__')\n"
-        "    except SystemExit as end:\n"
-        "        assert not end.code, (words, end.code)\n"
-        "    assert 'torch' not in sys.modules, words\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", text], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    run_without_torch(commands, tmp_path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

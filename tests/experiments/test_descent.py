@@ -22,22 +22,12 @@ from descent import (
     softmax_constants,
 )
 from expunge.accounting import gaussian
+from tests.accounting.test_theorems import convex_minorant_energy
 
 SMOOTH: dict[str, Any] = {
     "learning_rate": 0.1, "noise_std": 0.2, "gradient_bound": 3.0, "smoothness": 0.25,
     "strong_convexity": 0.4, "examples": 100, "group_size": 4,
 }  # fmt: skip
-
-
-def convex_minorant_energy(x: np.ndarray, y: np.ndarray) -> float:
-    """Σ (Δy)²/Δx of the greatest convex minorant, from vertex to vertex by least slope."""
-    energy, i = 0.0, 0
-    while i < len(x) - 1:
-        slopes = (y[i + 1 :] - y[i]) / (x[i + 1 :] - x[i])
-        j = i + 1 + int(np.argmin(slopes))
-        energy += (y[j] - y[i]) ** 2 / (x[j] - x[i])
-        i = j
-    return energy
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -86,16 +86,10 @@ EXACT: dict[str, dict[str, Any]] = {
 NOISE: dict[str, dict[str, Any]] = EXACT | {
     "training": {"epochs": 2, "learning_rate": 0.1, "batch_size": 10},
     "method": {
-        "name": "gradient-clipping",
-        "epsilon": 1.0,
-        "start_clip": 0.05,
-        "grad_clip": 1.0,
-        "learning_rate": 0.1,
-        "weight_decay": 1.0,
-        "steps": 4,
-        "batch_size": 10,
+        "name": "gradient-clipping", "epsilon": 1.0, "start_clip": 0.05, "grad_clip": 1.0,
+        "learning_rate": 0.1, "weight_decay": 1.0, "steps": 4, "batch_size": 10,
     },
-}
+}  # fmt: skip
 LINEAR: dict[str, dict[str, Any]] = {
     "data": {"load": "own.py:load"},
     "method": {"name": "linear-model"},
@@ -148,13 +142,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own."""
     return subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
+        command(*arguments), capture_output=True, text=True, check=False, cwd=cwd,
         env=make_environment(**more),
-    )
+    )  # fmt: skip
 
 
 def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:

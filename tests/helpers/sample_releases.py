@@ -127,13 +127,9 @@ def make_shards(seed: int = 0, **given: Any) -> tuple[dict[str, Any], Record]:
     named = [{f"constituents.{k}.{n}": t for n, t in part.items()} for k, part in enumerate(parts)]
     tensors, hashes = named[0] | named[1], map(hash_tensors, named)
     stated = Sharding(
-        seed="a public string",
-        combination="probabilities",
-        samples=(60, 40, 0),
-        hashes=(*hashes, combine_leaves([])),
-        trained_from=(0, 2, 0),
-        digest="5" * 64,
-    )
+        seed="a public string", combination="probabilities", samples=(60, 40, 0),
+        hashes=(*hashes, combine_leaves([])), trained_from=(0, 2, 0), digest="5" * 64,
+    )  # fmt: skip
     recipe = ShardingRecipe(shards=3, slices=4)
     weights = Weights(start="a" * 64, **describe_contents(Contents(tensors)))
     plain = {"recipe": recipe, "sharding": stated, "weights": weights}

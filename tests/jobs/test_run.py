@@ -168,31 +168,21 @@ FAILING: dict[str, tuple[dict[str, Any], str]] = {
     "build": ({"model": {"build": "own.py:fail"}}, "RuntimeError: the disk of the shop is on fire"),
     "no module": ({"model": {"build": "own.py:nothing"}}, "build() returned a int; it must be"),
     "no function": ({"model": {"build": "own.py:biuld"}}, "own.py has no function biuld"),
-    "no file": (
-        {"model": {"build": "mine.py:build"}},
-        "model.build is 'mine.py:build'; there is no such file in /",
-    ),
-    "no such module": (
-        {"data": {"load": "shop_of_nobody.data:load"}},
-        "ModuleNotFoundError: No module named 'shop_of_nobody'",
-    ),
-    "too little noise": (
-        {"method": NOISE["method"] | {"noise_std": 0.02}},
-        "and epsilon is 1; it needs more noise or smaller clips",
-    ),
-    "a clip that nothing covers": (
-        {"method": NOISE["method"] | {"start_clip": 1e300}},
-        "no value meets epsilon = 1, delta = 1e-05",
-    ),
+    "no file": ({"model": {"build": "mine.py:build"}},
+     "model.build is 'mine.py:build'; there is no such file in /"),
+    "no such module": ({"data": {"load": "shop_of_nobody.data:load"}},
+     "ModuleNotFoundError: No module named 'shop_of_nobody'"),
+    "too little noise": ({"method": NOISE["method"] | {"noise_std": 0.02}},
+     "and epsilon is 1; it needs more noise or smaller clips"),
+    "a clip that nothing covers": ({"method": NOISE["method"] | {"start_clip": 1e300}},
+     "no value meets epsilon = 1, delta = 1e-05"),
     "a key that is none": ({"output": {"sign": "own.py"}}, "own.py cannot be used"),
     "load": ({"data": {"load": "own.py:fail"}}, "data.load failed: RuntimeError: the disk of the"),
     "no data": ({"data": {"load": "own.py:nothing"}}, "data.load returned a int; it must return"),
-    "train": (
-        {"training": {"function": "own.py:train_torn"}},
-        "the run failed in the model, its data or its training: ValueError: row 40 is torn",
-    ),
+    "train": ({"training": {"function": "own.py:train_torn"}},
+     "the run failed in the model, its data or its training: ValueError: row 40 is torn"),
     "too few arguments": ({"training": {"function": "own.py:fail"}}, "(model, examples, seed)"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", FAILING)
@@ -276,12 +266,6 @@ def test_json_of_a_run(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert json.loads(done.stdout)["certificate"]["epsilon"] == 0
     assert "examples stay" in done.stderr, "progress goes to stderr"
-
-
-def test_no_byte_code_is_left(tmp_path: Path) -> None:
-    done = run("unlearn", write_job(tmp_path), PYTHONDONTWRITEBYTECODE="")
-    assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.rglob("*.pyc"))
 
 
 def test_everything_that_cannot_be_loaded_is_named_at_once(tmp_path: Path) -> None:

@@ -47,16 +47,11 @@ def release_of(build, train=shift, seed: int = 0) -> Release:
     root = combine_leaves(start.values())
     told = Tensors(names=tuple(published), hash=root) if published else None
     record = Record(
-        recipe=Retraining(),
-        parameters=1,
-        seed=seed,
-        start="build",
-        forget=commit(["ann"], 1),
-        retained=commit(["bob"], 1),
-        code=Code(),
+        recipe=Retraining(), parameters=1, seed=seed, start="build", forget=commit(["ann"], 1),
+        retained=commit(["bob"], 1), code=Code(),
         weights=Weights(after=root, start=root, published=told),
         training=TrainingRun(function="own.train", examples=1),
-    )
+    )  # fmt: skip
     return make_release(train(module), record, start=start)
 
 

@@ -62,18 +62,13 @@ class Plain(nn.Module):
 
 
 MODELS = {
-    "tied": make_tied,
-    "shared-module": lambda: nn.ModuleList([nn.Linear(2, 2)] * 2),
-    "lstm": lambda: nn.LSTM(3, 4),
-    "transformer": lambda: nn.TransformerEncoderLayer(8, 2),
+    "tied": make_tied, "shared-module": lambda: nn.ModuleList([nn.Linear(2, 2)] * 2),
+    "lstm": lambda: nn.LSTM(3, 4), "transformer": lambda: nn.TransformerEncoderLayer(8, 2),
     "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
     "spectral-norm": lambda: nn.utils.spectral_norm(nn.Linear(2, 2)),
     "parametrized": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
-    "gpt2": make_gpt2,
-    "llama": make_llama,
-    "bert": make_bert,
-    "lora": make_lora,
-}
+    "gpt2": make_gpt2, "llama": make_llama, "bert": make_bert, "lora": make_lora,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -192,19 +187,11 @@ def test_bits_and_numbers() -> None:
     assert find_nonfinite({"a": torch.tensor([1, 2]), "b": torch.tensor([torch.inf])}) == "b"
 
 
-def test_build_is_called_under_a_seed_and_its_slips_are_named() -> None:
+def test_build_is_called_under_a_seed_and_gives_what_is_fresh() -> None:
     state = torch.get_rng_state()
     one, two, other = (call_build(make_mlp, seed) for seed in (1, 1, 2))
     assert hash_module(one) == hash_module(two) != hash_module(other)
     assert torch.equal(state, torch.get_rng_state())
-    with pytest.raises(InputError, match="build is a Linear; it must be a function"):
-        call_build(nn.Linear(1, 1))
-    with pytest.raises(InputError, match=r"build\(\) returned a dict; it must be an nn\.Module"):
-        call_build(dict)
-    with pytest.raises(InputError, match=r"build\(\) failed: ZeroDivisionError: .* line"):
-        call_build(lambda: 1 / 0)
-    with pytest.raises(InputError, match="nothing to train"):
-        call_build(lambda: nn.Linear(1, 1).requires_grad_(False))
     trained = make_mlp()
     trained(torch.ones(1, 4)).sum().backward()
     with pytest.raises(InputError, match=r"trained before: 0\.weight has a gradient"):

@@ -20,15 +20,9 @@ GRADIENT = GradientClipping(
     start_clip=0.5, grad_clip=1.0, learning_rate=0.1, weight_decay=2.0, steps=7, noise_std=0.3
 )
 SCHEDULED = GradientClipping(
-    start_clip=0.5,
-    grad_clip=0.5,
-    learning_rate=[0.2, 0.1, 0.05, 0.1],
-    weight_decay=1.0,
-    steps=4,
-    noise_std=[0.2, 0.3, 0.25, 0.5],
-    start_noise_std=0.4,
-    model_clip=2.0,
-)
+    start_clip=0.5, grad_clip=0.5, learning_rate=[0.2, 0.1, 0.05, 0.1], weight_decay=1.0, steps=4,
+    noise_std=[0.2, 0.3, 0.25, 0.5], start_noise_std=0.4, model_clip=2.0,
+)  # fmt: skip
 MODEL = ModelClipping(model_clip=1.0, learning_rate=0.1, weight_decay=1.0, noise_std=0.5, steps=6)
 OUTPUT = OutputPerturbation(start_clip=0.5, noise_std=1.5)
 NOISY = {"gradients": GRADIENT, "scheduled": SCHEDULED, "model": MODEL, "output": OUTPUT}
@@ -63,13 +57,9 @@ def run(
     old: Any = None, build: Any = make_mlp, data: Data | None = None, **options: Any
 ) -> Release:
     given = {
-        "forget": ["gone"],
-        "recipe": GRADIENT,
-        "loss": cross_entropy,
-        "noise": SeededNoise(0),
-        "batch_size": 8,
-        "delta": 0.1,
-    } | options
+        "forget": ["gone"], "recipe": GRADIENT, "loss": cross_entropy, "noise": SeededNoise(0),
+        "batch_size": 8, "delta": 0.1,
+    } | options  # fmt: skip
     old = make_old() if old is None else old
     return unlearn(old, build, make_data() if data is None else data, **given)
 

@@ -12,21 +12,11 @@ from mpmath import MPContext
 from scipy import stats
 
 import expunge.noisy.noise as module
-from expunge.noisy.noise import NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from tests.noisy.test_noise import SOURCES, draw, twin
 
-SOURCES = [SystemNoise(), SeededNoise(3)]
 mp = MPContext()
 mp.prec = 260
-
-
-def draw(stream: NoiseStream, size: int, *, step: int = 0, position: int = 0, std: float = 1e6):
-    out = np.full(size, np.nan)
-    stream.draw(out, step=step, position=position, std=std)
-    return out
-
-
-def twin(stream: NoiseStream) -> NoiseStream:
-    return NoiseStream(stream.export_key())
 
 
 # ------------------------------------------------------------------ an oracle with 260 bits

@@ -171,9 +171,9 @@ def test_weights_changed_after_the_certificate(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"build": build()}, "build is a Sequential"),
-        ({"build": lambda: None}, r"build\(\) returned a NoneType"),
-        ({"build": lambda: 1 / 0}, r"build\(\) failed: ZeroDivisionError"),
+        ({"build": build()}, "build is a Sequential; it must be a function"),
+        ({"build": lambda: None}, r"build\(\) returned a NoneType; it must be an nn\.Module"),
+        ({"build": lambda: 1 / 0}, r"build\(\) failed: ZeroDivisionError: .* line"),
         ({"build": lambda: build().requires_grad_(False)}, "nothing to train"),
         ({"data": (X, Y)}, "data is a tuple"),
         ({"train": 3}, "train is 3"),

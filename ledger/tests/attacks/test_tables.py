@@ -27,28 +27,19 @@ from ledger.tests.stand_in import learn_again, make_state
 # What somebody who can write the database, and has no key, bends before the worker comes, and bends
 # back after it: (before, after). The second model, "b", holds person-35; "shop" does not.
 BENT = {
-    "another state": (
-        "UPDATE models SET path = '{empty}', identity = '{identity}' WHERE id = 2",
-        "UPDATE models SET path = '{b}', identity = '{real}' WHERE id = 2",
-    ),
+    "another state": ("UPDATE models SET path = '{empty}', identity = '{identity}' WHERE id = 2",
+                      "UPDATE models SET path = '{b}', identity = '{real}' WHERE id = 2"),
     "a model not asked": ("DELETE FROM work WHERE model = 2", None),
-    "done by hand": (
-        "UPDATE work SET state = 'done', outcome = 'not held' WHERE model = 2",
-        "UPDATE work SET state = 'open', outcome = NULL WHERE model = 2",
-    ),
+    "done by hand": ("UPDATE work SET state = 'done', outcome = 'not held' WHERE model = 2",
+                     "UPDATE work SET state = 'open', outcome = NULL WHERE model = 2"),
     "names of models changed": (
-        "UPDATE models SET name = CASE id WHEN 1 THEN 'b2' ELSE 'shop2' END",
-        "UPDATE models SET name = CASE id WHEN 1 THEN 'shop' ELSE 'b' END",
-    ),
-    "retired": (
-        "UPDATE models SET retired = registered WHERE id = 2",
-        "UPDATE models SET retired = NULL WHERE id = 2",
-    ),
-    "asked of another": (
-        "UPDATE work SET model = 3 WHERE model = 2",
-        "UPDATE work SET model = 2 WHERE model = 3",
-    ),
-}
+     "UPDATE models SET name = CASE id WHEN 1 THEN 'b2' ELSE 'shop2' END",
+     "UPDATE models SET name = CASE id WHEN 1 THEN 'shop' ELSE 'b' END"),
+    "retired": ("UPDATE models SET retired = registered WHERE id = 2",
+                "UPDATE models SET retired = NULL WHERE id = 2"),
+    "asked of another": ("UPDATE work SET model = 3 WHERE model = 2",
+                         "UPDATE work SET model = 2 WHERE model = 3"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BENT)
