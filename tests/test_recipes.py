@@ -9,35 +9,22 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
+from expunge import recipes
 from expunge.errors import InputError
-from expunge.recipes import (
-    METHODS,
-    GradientClipping,
-    LinearModel,
-    ModelClipping,
-    OutputPerturbation,
-    Retraining,
-    Sharding,
-    check_value,
-    from_dict,
-    method_name,
-    schedule,
-    to_dict,
-)
 
 GOOD = {
-    OutputPerturbation: {"start_clip": 0.01, "noise_std": 0.5},
-    GradientClipping: {
+    recipes.OutputPerturbation: {"start_clip": 0.01, "noise_std": 0.5},
+    recipes.GradientClipping: {
         "start_clip": 0.01, "grad_clip": 1.0, "learning_rate": 0.01, "weight_decay": 10.0,
         "steps": 3, "noise_std": 0.1,
     },
-    ModelClipping: {
+    recipes.ModelClipping: {
         "model_clip": 0.5, "learning_rate": 0.01, "weight_decay": 10.0, "noise_std": 0.5,
         "steps": 6,
     },
-    Retraining: {},
-    LinearModel: {},
-    Sharding: {"shards": 8, "slices": 4},
+    recipes.Retraining: {},
+    recipes.LinearModel: {},
+    recipes.Sharding: {"shards": 8, "slices": 4},
 }  # fmt: skip
 FINITE = "a finite number >= 0"
 
@@ -57,12 +44,12 @@ class TestAccepted:
     @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
     def test_round_trip_through_plain_data(self, kind) -> None:
         recipe = make(kind)
-        assert from_dict(to_dict(recipe)) == recipe
-        assert METHODS[method_name(recipe)] is kind
+        assert recipes.from_dict(recipes.to_dict(recipe)) == recipe
+        assert recipes.METHODS[recipes.method_name(recipe)] is kind
         assert hash(recipe) == hash(make(kind))
 
     def test_every_method_is_here(self) -> None:
-        assert set(METHODS.values()) == set(GOOD)
+        assert set(recipes.METHODS.values()) == set(GOOD)
 
     @pytest.mark.parametrize("kind", GOOD, ids=lambda kind: kind.__name__)
     def test_frozen(self, kind) -> None:
@@ -74,33 +61,42 @@ class TestAccepted:
         "values", [[0.1, 0.2, 0.3], (0.1, 0.2, 0.3), np.array([0.1, 0.2, 0.3])], ids=type
     )
     def test_schedules_are_kept_as_tuples_of_floats(self, values) -> None:
-        recipe = make(GradientClipping, noise_std=values, learning_rate=[0, 1e-3, 0.05])
+        recipe = make(recipes.GradientClipping, noise_std=values, learning_rate=[0, 1e-3, 0.05])
         assert recipe.noise_std == (0.1, 0.2, 0.3)
         assert recipe.learning_rate == (0.0, 1e-3, 0.05)
         assert {type(x) for x in recipe.learning_rate + recipe.noise_std} == {float}
-        assert from_dict(to_dict(recipe)) == recipe
+        assert recipes.from_dict(recipes.to_dict(recipe)) == recipe
 
     def test_numpy_and_whole_numbers_become_plain_ones(self) -> None:
-        recipe = make(GradientClipping, steps=np.int64(3), noise_std=np.float32(0.5), start_clip=1)
+        recipe = make(
+            recipes.GradientClipping, steps=np.int64(3), noise_std=np.float32(0.5), start_clip=1
+        )
         assert (type(recipe.steps), type(recipe.noise_std), type(recipe.start_clip)) == (
             int, float, float,
         )  # fmt: skip
-        assert make(ModelClipping, steps=4.0).steps == 4
+        assert make(recipes.ModelClipping, steps=4.0).steps == 4
 
     def test_no_clip_is_infinity_and_zero_is_fine(self) -> None:
-        make(GradientClipping, start_clip=math.inf, grad_clip=math.inf, model_clip=math.inf)
-        make(GradientClipping, start_clip=0, grad_clip=0, noise_std=0, weight_decay=0, steps=10**6)
+        make(recipes.GradientClipping, start_clip=math.inf, grad_clip=math.inf, model_clip=math.inf)
+        make(
+            recipes.GradientClipping,
+            start_clip=0,
+            grad_clip=0,
+            noise_std=0,
+            weight_decay=0,
+            steps=10**6,
+        )
 
     def test_schedule_as_array(self) -> None:
-        np.testing.assert_array_equal(schedule(2, 3), [2.0, 2.0, 2.0])
-        np.testing.assert_array_equal(schedule((1.0, 2.0), 2), [1.0, 2.0])
+        np.testing.assert_array_equal(recipes.schedule(2, 3), [2.0, 2.0, 2.0])
+        np.testing.assert_array_equal(recipes.schedule((1.0, 2.0), 2), [1.0, 2.0])
 
 
 class TestRefusedNumbers:
     @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, -math.inf, True, "0.1", None, 1j])
     def test_noise(self, value) -> None:
         expected = f"noise_std is {value!r}; it must be {FINITE}"
-        assert message(OutputPerturbation, noise_std=value) == expected
+        assert message(recipes.OutputPerturbation, noise_std=value) == expected
 
     @pytest.mark.parametrize(
         ("value", "shown"),
@@ -115,16 +111,16 @@ class TestRefusedNumbers:
     )
     def test_other_kinds_of_numbers_are_shown_plainly(self, value, shown) -> None:
         expected = f"weight_decay is {shown}; it must be {FINITE}"
-        assert message(GradientClipping, weight_decay=value) == expected
+        assert message(recipes.GradientClipping, weight_decay=value) == expected
 
     @pytest.mark.parametrize("value", [-0.1, math.nan, False, "1"])
     def test_radii(self, value) -> None:
         for kind, field in (
-            (OutputPerturbation, "start_clip"),
-            (GradientClipping, "grad_clip"),
-            (GradientClipping, "model_clip"),
-            (ModelClipping, "model_clip"),
-            (ModelClipping, "start_clip"),
+            (recipes.OutputPerturbation, "start_clip"),
+            (recipes.GradientClipping, "grad_clip"),
+            (recipes.GradientClipping, "model_clip"),
+            (recipes.ModelClipping, "model_clip"),
+            (recipes.ModelClipping, "start_clip"),
         ):
             expected = f"{field} is {value!r}; it must be a number >= 0"
             assert message(kind, **{field: value}) == expected
@@ -133,10 +129,10 @@ class TestRefusedNumbers:
     @pytest.mark.parametrize(
         ("kind", "field"),
         [
-            (GradientClipping, "steps"),
-            (ModelClipping, "steps"),
-            (Sharding, "shards"),
-            (Sharding, "slices"),
+            (recipes.GradientClipping, "steps"),
+            (recipes.ModelClipping, "steps"),
+            (recipes.Sharding, "shards"),
+            (recipes.Sharding, "slices"),
         ],
     )
     def test_whole_numbers(self, kind, field, value) -> None:
@@ -145,7 +141,7 @@ class TestRefusedNumbers:
 
     @pytest.mark.parametrize(
         ("kind", "field", "most"),
-        [(GradientClipping, "steps", 10**6), (ModelClipping, "steps", 10**4)],
+        [(recipes.GradientClipping, "steps", 10**6), (recipes.ModelClipping, "steps", 10**4)],
     )
     def test_more_steps_than_can_be_verified(self, kind, field, most) -> None:
         expected = f"{field} is {most + 1}; it must be at most {most}, to be verified"
@@ -155,7 +151,7 @@ class TestRefusedNumbers:
     @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
     def test_what_must_be_positive(self, value) -> None:
         with pytest.raises(InputError, match="it must be a finite number > 0"):
-            check_value("positive", "scale", value)
+            recipes.check_value("positive", "scale", value)
 
 
 class TestRefusedSchedules:
@@ -163,7 +159,7 @@ class TestRefusedSchedules:
     def test_wrong_length(self, field) -> None:
         for values, count in (([], 0), ([0.1, 0.2], 2), (np.ones(4) / 100, 4)):
             expected = f"{field} has {count} values; it must have one per step: 3"
-            assert message(GradientClipping, **{field: values}) == expected
+            assert message(recipes.GradientClipping, **{field: values}) == expected
 
     @pytest.mark.parametrize(
         ("values", "index", "shown"),
@@ -179,17 +175,17 @@ class TestRefusedSchedules:
     )
     def test_a_bad_element_is_named(self, values, index, shown) -> None:
         expected = f"noise_std[{index}] is {shown}; it must be {FINITE}"
-        assert message(GradientClipping, noise_std=values) == expected
+        assert message(recipes.GradientClipping, noise_std=values) == expected
 
     @pytest.mark.parametrize("value", ["0.1", b"0.1", None, {0.1: 1}, {0.1, 0.2, 0.3}, True, 1j])
     def test_not_a_schedule(self, value) -> None:
         expected = f"learning_rate is {value!r}; it must be {FINITE}, or 6 of them"
-        assert message(ModelClipping, learning_rate=value) == expected
+        assert message(recipes.ModelClipping, learning_rate=value) == expected
 
     def test_tables_and_booleans(self) -> None:
         for given, shown in ((np.ones((3, 1)), "[1.0]"), (np.ones(3, bool), "True")):
             expected = f"noise_std[0] is {shown}; it must be a finite number >= 0"
-            assert message(GradientClipping, noise_std=given) == expected
+            assert message(recipes.GradientClipping, noise_std=given) == expected
 
 
 class TestRefusedCombinations:
@@ -207,32 +203,32 @@ class TestRefusedCombinations:
             f"learning_rate * weight_decay is {shown}; it must be below 1 at every step, "
             "by at least 1e-06"
         )
-        assert message(GradientClipping, learning_rate=rate, weight_decay=decay) == expected
+        assert message(recipes.GradientClipping, learning_rate=rate, weight_decay=decay) == expected
 
     def test_start_noise_without_a_start_clip(self) -> None:
-        assert message(ModelClipping, start_noise_std=0.5) == (
+        assert message(recipes.ModelClipping, start_noise_std=0.5) == (
             "start_noise_std is 0.5 without a start_clip; "
             "give start_clip too, or leave start_noise_std at 0"
         )
-        make(ModelClipping, start_noise_std=0.5, start_clip=1.0)
+        make(recipes.ModelClipping, start_noise_std=0.5, start_clip=1.0)
 
 
 class TestFromDict:
     def refuse(self, data) -> str:
         with pytest.raises(InputError) as error:
-            from_dict(data)
+            recipes.from_dict(data)
         return str(error.value)
 
     @pytest.mark.parametrize("name", ["gradient", "", None, 3, [], {"a": 1}])
     def test_unknown_method(self, name) -> None:
-        expected = f"method is {name!r}; it must be one of " + ", ".join(METHODS)
+        expected = f"method is {name!r}; it must be one of " + ", ".join(recipes.METHODS)
         assert self.refuse({"method": name}) == expected
 
     def test_no_method(self) -> None:
         assert self.refuse({}).startswith("method is None; it must be one of output-perturbation,")
 
     def test_unknown_keys(self) -> None:
-        data = to_dict(make(OutputPerturbation)) | {"sigma": 1, "clip": 2}
+        data = recipes.to_dict(make(recipes.OutputPerturbation)) | {"sigma": 1, "clip": 2}
         assert self.refuse(data) == (
             "output-perturbation has no parameter sigma, clip; it has start_clip, noise_std"
         )
@@ -255,5 +251,5 @@ class TestFromDict:
         )
 
     def test_values_are_checked_as_ever(self) -> None:
-        data = to_dict(make(ModelClipping)) | {"steps": 0}
+        data = recipes.to_dict(make(recipes.ModelClipping)) | {"steps": 0}
         assert self.refuse(data) == "steps is 0; it must be a whole number >= 1"

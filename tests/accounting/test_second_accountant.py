@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from expunge.accounting.guarantee import guarantee, mu
 from expunge.certificates.second_accountant import recompute
-from expunge.recipes import (
-    Execution,
-    GradientClipping,
-    LinearModel,
-    Recipe,
-    Retraining,
-    Sharding,
-)
+from expunge.recipes import Execution, GradientClipping, LinearModel, Recipe, Retraining, Sharding
 from tests.accounting.test_properties import recipes
 
 GRADIENT = GradientClipping(

@@ -7,18 +7,12 @@ import copy
 import lightning
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    Trainer,
-    TrainingArguments,
-)
 
 import expunge
 from tests.everyday.conftest import check_same
@@ -159,7 +153,7 @@ SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 
 
 def build_bert():
-    return BertForSequenceClassification(BertConfig(**SIZES))
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
 
 
 def build_lora():
@@ -184,12 +178,12 @@ def text_data(texts):
 
 
 def train_with_trainer(model, examples, folder, steps=2):
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         folder, max_steps=steps, per_device_train_batch_size=4, save_steps=steps, report_to=[],
         use_cpu=True, disable_tqdm=True, logging_strategy="no", dataloader_pin_memory=False,
         learning_rate=0.01, save_strategy="steps",
     )  # fmt: skip
-    trainer = Trainer(model=model, args=arguments, train_dataset=examples)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=examples)
     trainer.train()
     return f"{folder}/checkpoint-{steps}"
 
@@ -199,7 +193,7 @@ def test_a_checkpoint_of_the_trainer(texts, text_data, tmp_path):
     release = expunge.unlearn(folder, build_bert, text_data, forget=FORGET, recipe=RECIPE)
     run = release.save(tmp_path / "run")
     assert expunge.verify(run).holds
-    model = AutoModelForSequenceClassification.from_pretrained(run)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(run)
     check_same(model, release.model)
 
 

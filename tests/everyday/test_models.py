@@ -6,19 +6,10 @@ import copy
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, TaskType, get_peft_model
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
 import expunge
 from tests.everyday.conftest import check_same
@@ -213,17 +204,17 @@ SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 
 
 def build_gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     )
 
 
 def build_llama():
-    return LlamaForCausalLM(LlamaConfig(**SMALL))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
 
 
 def build_bert():
-    return BertForSequenceClassification(BertConfig(**SMALL))
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
 
 
 @pytest.fixture
@@ -248,7 +239,7 @@ def probe_words(model):
 def test_a_language_model(build, texts, tmp_path):
     releases = serve(build, texts, tmp_path, loss=None, probe=probe_words)
     for name, release in releases.items():
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         check_same(model, release.model)
         torch.testing.assert_close(probe_words(model), probe_words(release.model))
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -257,7 +248,9 @@ def test_a_language_model(build, texts, tmp_path):
 
 def test_a_classifier(reviews, tmp_path):
     releases = serve(build_bert, reviews, tmp_path, loss=None, probe=probe_words)
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "tuned").eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "tuned"
+    ).eval()
     check_same(model, releases["tuned"].model)
 
 

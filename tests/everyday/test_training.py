@@ -5,16 +5,10 @@ from __future__ import annotations
 import lightning
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    EarlyStoppingCallback,
-    Trainer,
-    TrainingArguments,
-)
 
 import expunge
 from tests.everyday.conftest import check_same
@@ -186,11 +180,11 @@ def test_a_killed_training_goes_on(data, tmp_path):
 
 
 def bert():
-    config = BertConfig(
+    config = transformers.BertConfig(
         vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, max_position_embeddings=16,
     )  # fmt: skip
-    return BertForSequenceClassification(config)
+    return transformers.BertForSequenceClassification(config)
 
 
 def sentences(count=24):
@@ -210,25 +204,25 @@ def test_berts_own_trainer(tmp_path):
     )
 
     def train(model, examples, seed, validation):
-        arguments = TrainingArguments(
+        arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path / "trainer"), num_train_epochs=2, per_device_train_batch_size=4,
             gradient_accumulation_steps=2, learning_rate=1e-3, lr_scheduler_type="cosine",
             warmup_steps=1, max_grad_norm=0.5, bf16=True, eval_strategy="epoch",
             save_strategy="epoch", load_best_model_at_end=True, seed=seed, report_to=[],
             disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
-        Trainer(
+        transformers.Trainer(
             model,
             arguments,
             train_dataset=examples,
             eval_dataset=validation,
-            callbacks=[EarlyStoppingCallback(1)],
+            callbacks=[transformers.EarlyStoppingCallback(1)],
         ).train()
 
     release = expunge.retrain(bert, data, forget=["user-2"], train=train, seed=3)
     release.save(tmp_path / "run")
     assert expunge.verify(tmp_path / "run").holds
-    loaded = BertForSequenceClassification.from_pretrained(tmp_path / "run").eval()
+    loaded = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "run").eval()
     ours = expunge.load_model(tmp_path / "run", bert).eval()
     check_same(loaded, ours)
     batch = {name: row[None] for name, row in sentences(1)[0].items()}

@@ -8,17 +8,9 @@ import pytest
 import expunge
 from expunge.cli.runs import TEMPLATES, write_template
 from expunge.errors import InputError
+from expunge.jobs import tables
 from expunge.jobs.jobfile import read_job
 from expunge.jobs.options import list_options
-from expunge.jobs.tables import (
-    JOBS,
-    NOISY,
-    LearnJob,
-    NoisyTable,
-    RetrainingTable,
-    UnlearnJob,
-    list_tables,
-)
 
 EXACT = """\
 [model]
@@ -185,10 +177,10 @@ def test_all_wrong_options_at_once(folder: Path) -> None:
 def test_a_valid_job_has_its_defaults_and_paths_of_its_own_folder(folder: Path) -> None:
     path = folder / "job.toml"
     path.write_bytes(EXACT.replace("\n", "\r\n").encode("utf-8-sig"))
-    made = read_job(path).of(UnlearnJob)
+    made = read_job(path).of(tables.UnlearnJob)
     assert made.locate("forget.txt") == folder / "forget.txt"
     assert made.locate("/srv/x.txt") == Path("/srv/x.txt")
-    assert isinstance(made.job.method, RetrainingTable)
+    assert isinstance(made.job.method, tables.RetrainingTable)
     assert made.job.training is not None
     assert made.job.training.options == {"epochs": 2, "learning_rate": 0.05}
     assert made.job.training.seed == 0
@@ -198,21 +190,21 @@ def test_each_command_says_which_job_is_the_others(folder: Path) -> None:
     path = folder / "job.toml"
     path.write_text(EXACT)
     with pytest.raises(InputError, match="is a job for expunge unlearn: its method is 'retraining"):
-        read_job(path).of(LearnJob)
+        read_job(path).of(tables.LearnJob)
     path.write_text('[data]\nload = "own.py:load"\n[method]\nname = "linear-model"\n')
     with pytest.raises(InputError, match=r"for expunge learn: .* expunge forget state LIST"):
-        read_job(path).of(UnlearnJob)
+        read_job(path).of(tables.UnlearnJob)
 
 
 def settle(folder: Path, text: str, parameters: int):
     path = folder / "job.toml"
     path.write_text(text)
-    method = read_job(path).of(UnlearnJob).job.method
-    assert isinstance(method, NoisyTable)
+    method = read_job(path).of(tables.UnlearnJob).job.method
+    assert isinstance(method, tables.NoisyTable)
     return method.recipe and method.recipe(parameters)
 
 
-@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("name", tables.NOISY)
 def test_the_settled_recipe_meets_the_target_on_a_real_machine(folder: Path, name: str) -> None:
     from expunge.accounting.precision import choose_precision
     from expunge.recipes import Execution
@@ -246,7 +238,7 @@ def test_more_releases_need_more_noise(folder: Path) -> None:
 def test_the_template_explains_every_key(tmp_path: Path) -> None:
     text = (TEMPLATES / "plain" / "job.toml").read_text()
     for kind in ("retraining", "gradient-clipping"):
-        for table, columns in list_tables(JOBS[kind]).items():
+        for table, columns in tables.list_tables(tables.JOBS[kind]).items():
             assert f"[{table}]" in text
             for key in columns.model_fields:
                 assert re.search(rf"^(# )?{key} = ", text, flags=re.MULTILINE), f"{table}.{key}"
