@@ -39,7 +39,7 @@ def test_published_values() -> None:
     assert found.noise_std == pytest.approx(0.0746127, abs=1e-7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     epsilon=st.floats(1e-3, 50),
     log_delta=st.floats(-40, -1),
@@ -60,7 +60,7 @@ def test_smallest_noise_is_safe_and_tight(
     assert guarantee(make(found.noise_std * (1 - 1e-9)), epsilon=epsilon).delta > delta
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(epsilon=st.floats(0.01, 20), ratio=st.floats(0.05, 3.0))
 def test_fewest_steps_are_not_one_too_many(epsilon: float, ratio: float) -> None:
     def make(n: float) -> ModelClipping:

@@ -77,7 +77,7 @@ def apply(y, gradient, rho, gamma, grid):
     return grid * np.rint(rho * k - gamma * gradient / grid)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(seed=st.integers(0, 2**31), rho=st.sampled_from([1.0, 0.9, 0.5]), d=st.integers(1, 40))
 def test_recorded_rounding_bounds_the_step(seed, rho, d):
     """‖φ(y) - φ(y')‖ ≤ ρ ‖y - y'‖ + 2 γ C1 + rounding, for pairs made to be bad."""

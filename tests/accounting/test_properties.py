@@ -14,7 +14,7 @@ from expunge.accounting import gaussian
 from expunge.accounting.guarantee import guarantee, log_delta, mu
 from expunge.recipes import Execution, GradientClipping, ModelClipping, OutputPerturbation, schedule
 
-some = settings(max_examples=120, deadline=None, derandomize=True)
+some = settings(max_examples=120, derandomize=True)
 FACTORS = st.floats(1.0, 20.0)
 SLACK = 1e-9
 

@@ -17,7 +17,7 @@ GRADIENT = GradientClipping(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     recipes,
     st.sampled_from(["retrained", "centre"]),

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from expunge import ExpungeError, verify
-from tests.helpers.deaths import kill_at
+from tests.helpers.deaths import flip_bit, kill_at
 from tests.helpers.small_shards import hash_release, make, make_data, train, train_fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -93,14 +93,7 @@ def test_two_hundred_flipped_bits(tmp_path: Path) -> None:
     ensemble.forget(["user-3"], make_data())
     draw = random.Random(0)
     for _ in range(200):
-        shutil.rmtree(tmp_path / "state", ignore_errors=True)
-        shutil.copytree(tmp_path / "start", tmp_path / "state")
-        files = [p for p in (tmp_path / "state").rglob("*") if p.is_file() and p.stat().st_size]
-        file = draw.choice(sorted(files))
-        data = bytearray(file.read_bytes())
-        at = draw.randrange(len(data) * 8)
-        data[at // 8] ^= 1 << at % 8
-        file.write_bytes(data)
+        file = flip_bit(tmp_path / "start", tmp_path / "state", draw)
         found = ask(tmp_path / "state")
         assert isinstance(found, str)
         assert f"{file.name} is not what was written; restore the whole folder" in found

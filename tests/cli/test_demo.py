@@ -8,7 +8,7 @@ import pytest
 
 import expunge
 from expunge.cli import demo as command_demo
-from tests.helpers.job_folder import call, succeed
+from tests.helpers.job_folder import call, refuse, succeed
 
 # Title, folder of its release, epsilon, and whether a control is beside it.
 ROUTES = {
@@ -89,9 +89,7 @@ def test_it_is_plain_text_that_ends_with_the_next_command(demo: Shown) -> None:
 
 
 def test_it_overwrites_nothing(demo: Shown) -> None:
-    done = call("demo", "--out", demo.out)
-    assert done.returncode == 2
-    assert "already holds files" in done.stderr
+    assert "already holds files" in refuse("demo", "--out", demo.out)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -11,8 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import expunge
-
-FORGET = ["user-3"]
+from tests.everyday.conftest import FORGET
 
 
 def build():
@@ -40,6 +39,8 @@ def test_exact(data, tmp_path):
         device=None,
     )  # fmt: skip
     assert isinstance(release.model, nn.Module)
+    certificate = release.certificate
+    assert (certificate.epsilon, certificate.delta, certificate.forget.samples) == (0.0, 0.0, 5)
     release.save(tmp_path / "run")
     assert expunge.verify(tmp_path / "run")
     model = expunge.load_model(tmp_path / "run", build)

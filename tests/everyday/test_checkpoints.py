@@ -15,12 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import expunge
-from tests.everyday.conftest import check_same
-
-FORGET = ["user-3"]
-RECIPE = expunge.GradientClipping(
-    start_clip=1.0, grad_clip=1.0, learning_rate=0.1, weight_decay=1.0, steps=2, noise_std=5.0
-)
+from tests.everyday.conftest import FORGET, RECIPE, check_same
+from tests.helpers.small_networks import make_bert
 
 
 def build():
@@ -148,18 +144,11 @@ def test_a_checkpoint_of_lightning(rows, data, tmp_path):
 
 # Hugging Face.
 
-SIZES = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-         "intermediate_size": 16, "max_position_embeddings": 16}  # fmt: skip
-
-
-def build_bert():
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES))
-
 
 def build_lora():
     torch.manual_seed(0)  # the base is a published file, in life
     config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules=["query", "value"])
-    return get_peft_model(build_bert(), config)  # the classifier is trained too: modules_to_save
+    return get_peft_model(make_bert(), config)  # the classifier is trained too: modules_to_save
 
 
 @pytest.fixture
@@ -189,8 +178,8 @@ def train_with_trainer(model, examples, folder, steps=2):
 
 
 def test_a_checkpoint_of_the_trainer(texts, text_data, tmp_path):
-    folder = train_with_trainer(build_bert(), texts, str(tmp_path / "out"))
-    release = expunge.unlearn(folder, build_bert, text_data, forget=FORGET, recipe=RECIPE)
+    folder = train_with_trainer(make_bert(), texts, str(tmp_path / "out"))
+    release = expunge.unlearn(folder, make_bert, text_data, forget=FORGET, recipe=RECIPE)
     run = release.save(tmp_path / "run")
     assert expunge.verify(run).holds
     model = transformers.AutoModelForSequenceClassification.from_pretrained(run)

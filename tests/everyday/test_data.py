@@ -22,13 +22,9 @@ from torch.utils.data import (
 )
 
 import expunge
+from tests.everyday.conftest import FORGET, NAMES, RECIPE
 
-FORGET = ["user-3"]
-NAMES = [f"user-{i % 8}" for i in range(40)]
 TRAIN = expunge.Training(epochs=1, batch_size=16)
-RECIPE = expunge.GradientClipping(
-    start_clip=1.0, grad_clip=1.0, learning_rate=0.1, weight_decay=1.0, steps=4, noise_std=5.0
-)
 
 
 def build():

@@ -12,12 +12,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import expunge
-from tests.everyday.conftest import check_same
-
-FORGET = ["user-3"]
-RECIPE = expunge.GradientClipping(
-    start_clip=1.0, grad_clip=1.0, learning_rate=0.1, weight_decay=1.0, steps=2, noise_std=5.0
-)
+from tests.everyday.conftest import FORGET, RECIPE, check_same
+from tests.helpers.small_networks import make_bert, make_gpt2, make_llama
 
 
 def serve(build, data, folder, *, loss=cross_entropy, probe=None):
@@ -199,23 +195,6 @@ def test_embeddings_of_words(sparse, tmp_path):
 
 # Hugging Face.
 
-SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-         "intermediate_size": 16, "max_position_embeddings": 16}  # fmt: skip
-
-
-def build_gpt2():
-    return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    )
-
-
-def build_llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
-
-
-def build_bert():
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL))
-
 
 @pytest.fixture
 def texts():
@@ -235,7 +214,7 @@ def probe_words(model):
     return model(torch.arange(8)[None]).logits
 
 
-@pytest.mark.parametrize("build", [build_gpt2, build_llama])
+@pytest.mark.parametrize("build", [make_gpt2, make_llama])
 def test_a_language_model(build, texts, tmp_path):
     releases = serve(build, texts, tmp_path, loss=None, probe=probe_words)
     for name, release in releases.items():
@@ -243,11 +222,11 @@ def test_a_language_model(build, texts, tmp_path):
         check_same(model, release.model)
         torch.testing.assert_close(probe_words(model), probe_words(release.model))
         tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-        assert tied == (build is build_gpt2)
+        assert tied == (build is make_gpt2)
 
 
 def test_a_classifier(reviews, tmp_path):
-    releases = serve(build_bert, reviews, tmp_path, loss=None, probe=probe_words)
+    releases = serve(make_bert, reviews, tmp_path, loss=None, probe=probe_words)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "tuned"
     ).eval()
@@ -260,7 +239,7 @@ def test_an_adapter_and_modules_that_are_saved_whole(saved, reviews, tmp_path):
         torch.manual_seed(0)
         config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules=["query"],
                             lora_dropout=0.1, modules_to_save=saved)  # fmt: skip
-        return get_peft_model(build_bert(), config)
+        return get_peft_model(make_bert(), config)
 
     training = expunge.Training(
         epochs=3, learning_rate=0.01, batch_size=8, loss=None, optimizer="adamw"

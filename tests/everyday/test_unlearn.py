@@ -9,9 +9,8 @@ from torch.nn.functional import cross_entropy, mse_loss, one_hot
 from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 import expunge
+from tests.everyday.conftest import FORGET, NAMES
 
-FORGET = ["user-3"]
-NAMES = [f"user-{i % 8}" for i in range(40)]
 QUICK = {"epsilon": 1.0, "delta": 1e-5, "forget": FORGET, "batch_size": 16}
 
 

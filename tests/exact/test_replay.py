@@ -43,10 +43,6 @@ def test_without_the_rows_and_without_the_record(run):
     assert str(expunge.replay(run, build, left, train=train)) == "the same bits again"
 
 
-def test_forgotten_rows_that_are_still_there_are_not_used(run):
-    assert expunge.replay(run, build, DATA, train=train).same
-
-
 def test_weights_that_saw_them_do_not_come_out_again(run):
     """A certificate of retraining over weights that were trained on everybody."""
     cheat = expunge.retrain(

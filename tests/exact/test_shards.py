@@ -75,7 +75,7 @@ def with_validation(data: Data) -> Data:
 
 
 @pytest.mark.parametrize("how", TRAININGS)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(life=LIVES)
 def test_any_life_is_that_of_a_training_on_who_is_there(
     how: str, life: list[tuple[bool, set[int]]]

@@ -1,9 +1,12 @@
-"""Processes that die at a call of the system."""
+"""Processes that die at a call of the system, and bits that flip."""
 
 import os
+import random
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
-STEPS = ("fsync", "replace", "unlink", "open", "mkdir")
+STEPS = ("fsync", "replace", "unlink", "open", "mkdir", "rename")
 
 
 def kill_at(step: int, work: Callable[[], object]) -> bool:
@@ -29,3 +32,15 @@ def kill_at(step: int, work: Callable[[], object]) -> bool:
         work()
     finally:
         os._exit(0)
+
+
+def flip_bit(start: Path, folder: Path, draw: random.Random) -> Path:
+    """A copy of a state with one bit of one file flipped; that file."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(start, folder)
+    file = draw.choice(sorted(p for p in folder.rglob("*") if p.is_file() and p.stat().st_size))
+    data = bytearray(file.read_bytes())
+    at = draw.randrange(len(data) * 8)
+    data[at // 8] ^= 1 << at % 8
+    file.write_bytes(data)
+    return file

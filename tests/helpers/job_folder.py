@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -147,11 +148,13 @@ def run(
     )  # fmt: skip
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def call(
+    *arguments: str | Path, program: str = "expunge", main: Callable[[], Any] = main
+) -> subprocess.CompletedProcess[str]:
     """What the command does, in this process: torch is imported already."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["expunge", *map(str, arguments)])
+        patch.setattr(sys, "argv", [program, *map(str, arguments)])
         try:
             main()
             code = 0
@@ -165,6 +168,13 @@ def succeed(*arguments: str | Path) -> str:
     done = call(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def refuse(*arguments: str | Path, code: int = 2) -> str:
+    """What a command says that must not work."""
+    done = call(*arguments)
+    assert done.returncode == code, done.stderr
+    return done.stderr
 
 
 def list_files(folder: Path) -> dict[str, str]:

@@ -173,22 +173,24 @@ def test_mistakes_of_a_job_of_a_linear_model(tmp_path: Path) -> None:
     assert "[features] is given without [model]" in done.stderr
 
 
+def check_refused(sentence: str, *words: str | Path) -> None:
+    done = call(*words)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert sentence in done.stderr
+
+
 def test_places_that_do_not_fit(tmp_path: Path) -> None:
     path = write_job(tmp_path, LINEAR)
     succeed("learn", path)
     before = list_files(tmp_path)
     names = tmp_path / "forget.txt"
-    inside = call("forget", tmp_path / "state", names, "--out", tmp_path / "state" / "out")
-    assert "outside of the state" in inside.stderr
-    taken = call("forget", tmp_path / "state", names, "--out", tmp_path / "release-1")
-    assert "already holds files" in taken.stderr
-    nothing = call("forget", tmp_path / "nowhere", names, "--out", tmp_path / "out")
-    assert "it must be the folder of a state" in nothing.stderr
-    other = call("learn", write_job(tmp_path, SHARDS, "other.toml", output={"dir": "other"}))
-    assert "a state of shards; it is one of linear-model" in other.stderr
-    for done in (inside, taken, nothing, other):
-        assert done.returncode == 2
-        assert done.stderr.count("\n") == 1, done.stderr
+    state, other = tmp_path / "state", {"name": "other.toml", "output": {"dir": "other"}}
+    check_refused("outside of the state", "forget", state, names, "--out", state / "out")
+    check_refused("already holds files", "forget", state, names, "--out", tmp_path / "release-1")
+    nowhere = ("forget", tmp_path / "nowhere", names, "--out", tmp_path / "out")
+    check_refused("it must be the folder of a state", *nowhere)
+    learn = ("learn", write_job(tmp_path, SHARDS, **other))
+    check_refused("a state of shards; it is one of linear-model", *learn)
     after = list_files(tmp_path)
     assert {name: after[name] for name in before if "/lock" not in name} == {
         name: before[name] for name in before if "/lock" not in name
@@ -208,15 +210,11 @@ def test_json_and_plan(tmp_path: Path) -> None:
 def test_commands_that_are_not_for_this(tmp_path: Path) -> None:
     path, names = write_job(tmp_path, LINEAR), tmp_path / "forget.txt"
     other = write_job(tmp_path, EXACT, "other.toml")
-    ray = call("learn", path, "--ray")
-    assert "--ray is given, and " in ray.stderr
-    job = call("forget", other, names, "--out", tmp_path / "out")
-    assert "a job.toml forgets by expunge unlearn" in job.stderr
+    check_refused("--ray is given, and ", "learn", path, "--ray")
+    forget = ("forget", other, names, "--out", tmp_path / "out")
+    check_refused("a job.toml forgets by expunge unlearn", *forget)
     succeed("learn", path)
-    made = call("replay", tmp_path / "release-1", other)
-    assert "is of linear-model, and " in made.stderr
-    for done in (ray, job, made):
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    check_refused("is of linear-model, and ", "replay", tmp_path / "release-1", other)
 
 
 @pytest.mark.parametrize("kind", KINDS)

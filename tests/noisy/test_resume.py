@@ -40,11 +40,15 @@ def go(folder, *, stop=None, error=KeyboardInterrupt, old=None, data=None, **opt
     return networks.run(old, build, data, loss=loss, resume=folder, **options)
 
 
+def stop_at(loss, folder, **options):
+    with pytest.raises(KeyboardInterrupt):
+        go(folder, stop=loss, **options)
+
+
 @pytest.mark.parametrize("recipe", [r for r in networks.NOISY.values() if r is not networks.OUTPUT])
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, recipe, stop):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path / "state", recipe=recipe, stop=stop)
+    stop_at(stop, tmp_path / "state", recipe=recipe)
     first = PLAN.seen[1:-1]
     resumed, rest = go(tmp_path / "state", recipe=recipe), PLAN.seen[1:]
     whole = go(tmp_path / "other", recipe=recipe)
@@ -67,8 +71,7 @@ def test_after_a_kill_it_goes_on_from_the_last_save(tmp_path, monkeypatch):
 
 
 def test_noise_is_fresh_after_a_resume(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=5, noise=SystemNoise())
+    stop_at(5, tmp_path, noise=SystemNoise())
     kept, ends = (tmp_path / FILE).read_bytes(), []
     for _ in range(2):
         (tmp_path / FILE).write_bytes(kept)
@@ -97,8 +100,7 @@ def test_a_finished_run_draws_nothing_again(tmp_path, recipe):
 
 
 def test_another_run_is_refused_by_what_differs(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=3)
+    stop_at(3, tmp_path)
     x, y = networks.make_rows()
     x[3, 2] += 1
     for options, name in [
@@ -150,8 +152,7 @@ def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
     if recipe is networks.OUTPUT:
         go(tmp_path, recipe=recipe)
     else:
-        with pytest.raises(KeyboardInterrupt):
-            go(tmp_path, recipe=recipe, stop=3)
+        stop_at(3, tmp_path, recipe=recipe)
     saved = read_checkpoint(tmp_path / FILE)
     match change:
         case "far":
@@ -169,8 +170,7 @@ def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
 
 
 def test_a_start_beyond_its_clip_is_refused(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=1)
+    stop_at(1, tmp_path)
     saved = read_checkpoint(tmp_path / FILE)
     write_checkpoint(tmp_path / FILE, saved | {"cells": 2 * saved["cells"]})
     with pytest.raises(InputError, match="to which no step led"):
@@ -178,8 +178,7 @@ def test_a_start_beyond_its_clip_is_refused(tmp_path):
 
 
 def test_checkpoints_without_their_run_are_refused(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=3)
+    stop_at(3, tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(InputError, match=f"which has {FILE} and no run.json"):
         go(tmp_path)
