@@ -51,6 +51,11 @@ def check_fails(ledger: Ledger, *said: str) -> None:
         assert one in done.failed
 
 
+def check_refused(said: str, call: Callable[..., object], *given: Any, **more: Any) -> None:
+    with pytest.raises(expunge.InputError, match=said):
+        call(*given, **more)
+
+
 def check_differs(said: str, *calls: Callable[[], object]) -> None:
     """Each call finds what was changed, and names it."""
     for call in calls:

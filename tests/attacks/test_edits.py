@@ -46,6 +46,11 @@ def run(made, tmp_path) -> Path:
     return tmp_path / "runs"
 
 
+def refuse(named: str, *given: Any, error: Any = VerificationError, **more: Any) -> None:
+    with pytest.raises(error, match=named):
+        verify(*given, **more)
+
+
 def forge(folder: Path, change: Any) -> None:
     """The most careful forgery: sentences and digest derived again, weights rewritten."""
     plain = json.loads((folder / "certificate.json").read_bytes())
@@ -174,8 +179,7 @@ EDITS = [
 @pytest.mark.parametrize(("kind", "change", "named"), EDITS, ids=[e[2] for e in EDITS])
 def test_a_careful_forgery_is_named(kind, change, named, run) -> None:
     forge(run / kind, change)
-    with pytest.raises(FAILS, match=named):
-        verify(run / kind)
+    refuse(named, run / kind, error=FAILS)
 
 
 # --- sentences, which the forger does not derive again
@@ -199,8 +203,7 @@ SENTENCES = [
 @pytest.mark.parametrize(("change", "named"), SENTENCES, ids=[named for _, named in SENTENCES])
 def test_sentences_follow_from_the_fields(change, named, run) -> None:
     edit_json(run / NOISY / "certificate.json", change, seal=named != "digest is 0000")
-    with pytest.raises(VerificationError, match=named):
-        verify(run / NOISY)
+    refuse(named, run / NOISY)
 
 
 # --- facts that nothing recomputes: the record names them, and so does a signature
@@ -220,18 +223,14 @@ def test_facts_are_bound_by_record_and_signature(change, made, run) -> None:
     folder = run / NOISY
     private, public = generate_key_pair()
     forge(folder, change)
-    with pytest.raises(VerificationError, match=r"the record gives|the record's hash is"):
-        verify(folder, record=made / NOISY / "record.json")
+    refuse(r"the record gives|the record's hash is", folder, record=made / NOISY / "record.json")
     load(made / NOISY).sign(private).save(folder / "certificate.json")
     edit_json(folder / "certificate.json", change)
-    with pytest.raises(VerificationError, match="signature does not match"):
-        verify(folder, key=public)
+    refuse("signature does not match", folder, key=public)
     forge(folder, lambda plain: None)  # the signature is taken away, or another put there
-    with pytest.raises(VerificationError, match="it is not signed"):
-        verify(folder, key=public)
+    refuse("it is not signed", folder, key=public)
     load(folder).sign(generate_key_pair()[0]).save(folder / "certificate.json")
-    with pytest.raises(VerificationError, match="not by the expected"):
-        verify(folder, key=public)
+    refuse("not by the expected", folder, key=public)
 
 
 # --- records
@@ -256,8 +255,7 @@ def test_facts_are_bound_by_record_and_signature(change, made, run) -> None:
 def test_an_edited_record_is_named(change, named, made, run) -> None:
     shutil.copy(made / NOISY / "record.json", run / NOISY)
     edit_json(run / NOISY / "record.json", change)
-    with pytest.raises(FAILS, match=named):
-        verify(run / NOISY)
+    refuse(named, run / NOISY, error=FAILS)
 
 
 def test_a_finer_grid_than_the_records(made, run) -> None:
@@ -267,18 +265,15 @@ def test_a_finer_grid_than_the_records(made, run) -> None:
     better = guarantee(c.recipe, delta=c.delta, execution=ran)
     forge(run / NOISY, lambda plain: plain.update(asdict(better), grid=grid, execution=asdict(ran)))
     assert verify(run / NOISY).certificate.epsilon < c.epsilon
-    with pytest.raises(VerificationError, match=r"grid is .* but the record gives"):
-        verify(run / NOISY, record=made / NOISY / "record.json")
+    refuse(r"grid is .* but the record gives", run / NOISY, record=made / NOISY / "record.json")
 
 
 def test_another_runs_record_and_keys_twice(made, run) -> None:
     shutil.copy(made / EXACT / "record.json", run / NOISY)
-    with pytest.raises(VerificationError, match="the record's hash is"):
-        verify(run / NOISY)
+    refuse("the record's hash is", run / NOISY)
     raw = (made / NOISY / "record.json").read_bytes()
     (run / NOISY / "record.json").write_bytes(raw.replace(b"{", b'{"nonce":"0",', 1))
-    with pytest.raises(CertificateError, match="twice"):
-        verify(run / NOISY)
+    refuse("twice", run / NOISY, error=CertificateError)
 
 
 # --- weights and what lies beside them
@@ -317,8 +312,7 @@ def test_other_tensors(change, run) -> None:
     change(tensors)
     for written in ({"format": "pt"}, {"expunge.weights": hash_tensors(tensors)}, None):
         write_safetensors(run / EXACT / "model.safetensors", tensors, written)
-        with pytest.raises(VerificationError, match="but the certificate has"):
-            verify(run / EXACT)
+        refuse("but the certificate has", run / EXACT)
 
 
 @pytest.mark.parametrize("name", [
@@ -330,8 +324,7 @@ def test_other_tensors(change, run) -> None:
 def test_what_a_program_would_load_instead(name, run) -> None:
     """Of a noisy release: its certificate names no config.json."""
     (run / NOISY / name).write_bytes(b"{}")
-    with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
-        verify(run / NOISY)
+    refuse("may be loaded, and no certificate covers it", run / NOISY)
 
 
 @pytest.mark.parametrize(
@@ -343,8 +336,7 @@ def test_names_that_look_like_others(name, run) -> None:
     for kind in (EXACT, SHARDS):
         (run / kind / name).parent.mkdir(parents=True, exist_ok=True)
         (run / kind / name).write_bytes(b"x")
-        with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
-            verify(run / kind)
+        refuse("may be loaded, and no certificate covers it", run / kind)
 
 
 def test_a_model_among_many_other_files_is_named(run) -> None:
@@ -375,8 +367,7 @@ def test_keys_and_signatures_that_fit_many_messages(run) -> None:
         ),
     ):
         edit_json(path, lambda plain, changed=changed: plain["signature"].update(changed))
-        with pytest.raises(VerificationError, match="the signature does not match"):
-            verify(run / EXACT)
+        refuse("the signature does not match", run / EXACT)
 
 
 def test_a_parent_that_a_stranger_signed_is_said(run) -> None:
@@ -430,14 +421,12 @@ def test_an_edited_chain(which, change, named, run) -> None:
     complete(plain).save(run / which / "certificate.json")
     for name in ("first", "second"):
         (run / name / "model.safetensors").unlink()
-    with pytest.raises(VerificationError, match=named):
-        verify(run / "second", parent=run / "first")
+    refuse(named, run / "second", parent=run / "first")
 
 
 def test_chains_in_another_order_or_with_a_gap(run) -> None:
     for parent, child in (("second", "first"), ("first", "first"), (EXACT, "second")):
-        with pytest.raises(VerificationError, match="SHA-256 of the parent"):
-            verify(run / child, parent=run / parent)
+        refuse("SHA-256 of the parent", run / child, parent=run / parent)
 
 
 def test_the_untouched_holds(made, run) -> None:
