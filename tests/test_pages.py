@@ -124,12 +124,9 @@ class Session:
         else:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             done = subprocess.run(
-                ["bash", "-c", command],
-                capture_output=True,
-                text=True,
-                check=False,
+                ["bash", "-c", command], capture_output=True, text=True, check=False,
                 env=make_environment(PATH=path),
-            )
+            )  # fmt: skip
         shown = [done.stdout, done.stderr, done.stderr + done.stdout, done.stdout + done.stderr]
         refused = expected.startswith("expunge: ")
         assert (done.returncode != 0) == refused, f"{where}: {command}\n{done.stderr}"

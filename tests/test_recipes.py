@@ -72,13 +72,9 @@ class TestAccepted:
     def test_no_clip_is_infinity_and_zero_is_fine(self) -> None:
         make(recipes.GradientClipping, start_clip=math.inf, grad_clip=math.inf, model_clip=math.inf)
         make(
-            recipes.GradientClipping,
-            start_clip=0,
-            grad_clip=0,
-            noise_std=0,
-            weight_decay=0,
+            recipes.GradientClipping, start_clip=0, grad_clip=0, noise_std=0, weight_decay=0,
             steps=10**6,
-        )
+        )  # fmt: skip
 
     def test_schedule_as_array(self) -> None:
         np.testing.assert_array_equal(recipes.schedule(2, 3), [2.0, 2.0, 2.0])

@@ -23,12 +23,9 @@ from expunge.recipes import Execution
 
 def gradient(noise_std: float = 1.0, **changes: float) -> GradientClipping:
     fields = {
-        "start_clip": 0.01,
-        "grad_clip": 100.0,
-        "learning_rate": 1e-4,
-        "weight_decay": 10.0,
+        "start_clip": 0.01, "grad_clip": 100.0, "learning_rate": 1e-4, "weight_decay": 10.0,
         "steps": 1,
-    }
+    }  # fmt: skip
     return GradientClipping(**(fields | {"noise_std": noise_std} | changes))
 
 

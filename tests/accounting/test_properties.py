@@ -45,14 +45,11 @@ def model_recipes(draw) -> ModelClipping:
     noise = st.floats(0.3, 5)
     start = draw(st.one_of(st.none(), st.floats(0.01, 5)))
     return ModelClipping(
-        model_clip=draw(st.floats(0.05, 5)),
-        learning_rate=0.1,
-        weight_decay=0.0,
+        model_clip=draw(st.floats(0.05, 5)), learning_rate=0.1, weight_decay=0.0,
         noise_std=draw(st.one_of(noise, st.lists(noise, min_size=steps, max_size=steps))),
-        steps=steps,
-        start_clip=start,
+        steps=steps, start_clip=start,
         start_noise_std=0.0 if start is None else draw(st.one_of(st.just(0.0), noise)),
-    )
+    )  # fmt: skip
 
 
 output_recipes = st.builds(
@@ -167,11 +164,9 @@ def test_the_centre_is_never_further_than_the_retrained_model(recipe, delta) -> 
 def test_execution_only_ever_costs(recipe, rounding, tail, releases, epsilon) -> None:
     ideal = log_delta(recipe, epsilon)
     for execution in (
-        Execution(rounding=rounding),
-        Execution(tail_delta=tail),
-        Execution(releases=releases),
+        Execution(rounding=rounding), Execution(tail_delta=tail), Execution(releases=releases),
         Execution(rounding, tail, releases),
-    ):
+    ):  # fmt: skip
         found = log_delta(recipe, epsilon, execution=execution)
         assert found >= ideal - 1e-5 - 1e-11 * abs(ideal)
 

@@ -256,12 +256,10 @@ def test_shards_that_do_not_fit_are_refused(changes, sentence) -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        replace(GRADIENT, noise_std=0.0),
-        replace(GRADIENT, start_clip=math.inf),
-        replace(GRADIENT, grad_clip=math.inf),
-        OutputPerturbation(start_clip=0.01, noise_std=1e-6),
+        replace(GRADIENT, noise_std=0.0), replace(GRADIENT, start_clip=math.inf),
+        replace(GRADIENT, grad_clip=math.inf), OutputPerturbation(start_clip=0.01, noise_std=1e-6),
     ],
-)
+)  # fmt: skip
 def test_what_certifies_nothing_is_refused(recipe) -> None:
     with pytest.raises(UnlearningError, match="certifies nothing"):
         certify(make_noisy(TENSORS, recipe=recipe, trace=make_trace(recipe, 15)))
@@ -326,13 +324,11 @@ def test_nothing_that_no_noise_covers_is_published(kind) -> None:
     "changes",
     [
         {"weights": make("gradient-clipping").weights.model_copy(update={"old": "7" * 64})},
-        {"trace": trace_with(noise_norm=(0.07, 0.1, 0.12))},
-        {"nonce": "7" * 64},
-        {"salt": "7" * 64},
-        {"earlier": (commit(["x"], 1),)},
+        {"trace": trace_with(noise_norm=(0.07, 0.1, 0.12))}, {"nonce": "7" * 64},
+        {"salt": "7" * 64}, {"earlier": (commit(["x"], 1),)},
         {"forget": commit(["ann", "bob"], 5, salt=SALT)},
     ],
-)
+)  # fmt: skip
 def test_what_is_private_changes_only_the_blinded_hash(changes) -> None:
     one, other = (certify(make("gradient-clipping", **c)).model_dump() for c in ({}, changes))
     assert {name for name in one if one[name] != other[name]} == {"record", "digest"}

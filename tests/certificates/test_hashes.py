@@ -28,13 +28,10 @@ def test_torch_and_numpy_agree_in_every_layout() -> None:
     arrays = {
         "plain": np.arange(12.0).reshape(3, 4),
         "turned": np.arange(12, dtype=np.int32).reshape(3, 4).T,
-        "scalar": np.array(3.5, np.float32),
-        "empty": np.zeros((0, 3), np.float32),
-        "flags": np.array([True, False]),
-        "half": np.ones(3, np.float16),
-        "complex": np.array([1 + 2j], np.complex64),
-        "sliced": np.arange(10)[::3],
-    }
+        "scalar": np.array(3.5, np.float32), "empty": np.zeros((0, 3), np.float32),
+        "flags": np.array([True, False]), "half": np.ones(3, np.float16),
+        "complex": np.array([1 + 2j], np.complex64), "sliced": np.arange(10)[::3],
+    }  # fmt: skip
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     tensors["turned"] = torch.arange(12, dtype=torch.int32).reshape(3, 4).T
     tensors["complex"] = torch.tensor([1 - 2j], dtype=torch.complex64).conj()

@@ -191,12 +191,9 @@ def test_berts_own_trainer(tmp_path):
             disable_tqdm=True, use_cpu=True,
         )  # fmt: skip
         transformers.Trainer(
-            model,
-            arguments,
-            train_dataset=examples,
-            eval_dataset=validation,
+            model, arguments, train_dataset=examples, eval_dataset=validation,
             callbacks=[transformers.EarlyStoppingCallback(1)],
-        ).train()
+        ).train()  # fmt: skip
 
     release = expunge.retrain(make_bert, data, forget=["user-2"], train=train, seed=3)
     release.save(tmp_path / "run")

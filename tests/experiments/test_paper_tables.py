@@ -51,23 +51,17 @@ def rows(prefix: str) -> list[tuple[str, Row]]:
 
 def gradient_clipping(row: Row, noise_std: float) -> GradientClipping:
     return GradientClipping(
-        start_clip=float(row["start_clip"]),
-        grad_clip=float(row["grad_clip"]),
-        learning_rate=float(row["learning_rate"]),
-        weight_decay=float(row["weight_decay"]),
-        steps=int(row["steps"]),
-        noise_std=noise_std,
-    )
+        start_clip=float(row["start_clip"]), grad_clip=float(row["grad_clip"]),
+        learning_rate=float(row["learning_rate"]), weight_decay=float(row["weight_decay"]),
+        steps=int(row["steps"]), noise_std=noise_std,
+    )  # fmt: skip
 
 
 def model_clipping(row: Row, steps: int) -> ModelClipping:
     return ModelClipping(
-        model_clip=float(row["model_clip"]),
-        learning_rate=float(row["learning_rate"]),
-        weight_decay=float(row["weight_decay"]),
-        noise_std=float(row["noise_std"]),
-        steps=steps,
-    )
+        model_clip=float(row["model_clip"]), learning_rate=float(row["learning_rate"]),
+        weight_decay=float(row["weight_decay"]), noise_std=float(row["noise_std"]), steps=steps,
+    )  # fmt: skip
 
 
 def rule(row: Row) -> float:

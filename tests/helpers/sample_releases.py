@@ -67,14 +67,11 @@ def make_trace(recipe: Recipe, parameters: int) -> Trace:
     rates, sigmas = (tuple(column.tolist()) for column in list_steps(recipe))
     ones, far = [1.0] * len(rates), parameters**0.5
     return Trace(
-        learning_rate=rates,
-        noise_std=sigmas,
-        gradient_norm=tuple(ones),
-        clip_factor=tuple(ones),
+        learning_rate=rates, noise_std=sigmas, gradient_norm=tuple(ones), clip_factor=tuple(ones),
         model_norm=(0.005,) * len(rates),
         noise_norm=tuple(s * (far + 0.1 * i) for i, s in enumerate(sigmas)),
         nonfinite=(False,) * len(rates),
-    )
+    )  # fmt: skip
 
 
 def make_record(
@@ -138,12 +135,9 @@ def make_shards(seed: int = 0, **given: Any) -> tuple[dict[str, Any], Record]:
 
 def make_linear(tensors: dict[str, Any], **given: Any) -> Record:
     stated = Statistics(
-        features={"network": None, "seed": "public"},
-        numbers={"bits": 8},
-        model={"loss": "squared", "alpha": 1.0},
-        samples=100,
-        digest="6" * 64,
-    )
+        features={"network": None, "seed": "public"}, numbers={"bits": 8},
+        model={"loss": "squared", "alpha": 1.0}, samples=100, digest="6" * 64,
+    )  # fmt: skip
     weights = Weights(**describe_contents(Contents(tensors)))
     plain = {"recipe": LinearModel(), "training": None, "statistics": stated, "weights": weights}
     return make_record(tensors, **(plain | given))

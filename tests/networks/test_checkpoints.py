@@ -47,17 +47,12 @@ def refuse(sentence: str, old: object, module: nn.Module, **options) -> None:
 @pytest.mark.parametrize(
     "how",
     [
-        lambda n: n,
-        lambda n: f"module.{n}",
-        lambda n: f"_orig_mod.{n}",
-        lambda n: f"_orig_mod.module.{n}",
-        lambda n: f"module._orig_mod.{n}",
-        lambda n: n.replace(".", "._orig_mod."),
-        lambda n: f"model.{n}",
-        lambda n: f"_fsdp_wrapped_module.{n}",
-        lambda n: f"model.module.net.{n}",
+        lambda n: n, lambda n: f"module.{n}", lambda n: f"_orig_mod.{n}",
+        lambda n: f"_orig_mod.module.{n}", lambda n: f"module._orig_mod.{n}",
+        lambda n: n.replace(".", "._orig_mod."), lambda n: f"model.{n}",
+        lambda n: f"_fsdp_wrapped_module.{n}", lambda n: f"model.module.net.{n}",
     ],
-)
+)  # fmt: skip
 def test_names_with_what_wrappers_put_before_them(how) -> None:
     old = make_mlp()
     check_read(rename(old, how), old, make_mlp())
@@ -268,13 +263,10 @@ def make_other(**options) -> nn.Module:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"modules_to_save": ["classifier", "pooler"]},
-        {"use_dora": True},
-        {"target_modules": ["query", "word_embeddings"]},
-        {"bias": "lora_only"},
+        {}, {"modules_to_save": ["classifier", "pooler"]}, {"use_dora": True},
+        {"target_modules": ["query", "word_embeddings"]}, {"bias": "lora_only"},
     ],
-)
+)  # fmt: skip
 def test_an_adapter_as_peft_saves_it(options, tmp_path: Path) -> None:
     old = shift(make_lora(**options))
     old.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)

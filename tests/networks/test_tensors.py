@@ -83,13 +83,10 @@ def test_plain_attributes_hooks_and_extra_state_are_the_modules_own() -> None:
 @pytest.mark.parametrize(
     "wrap",
     [
-        compiled,
-        nn.DataParallel,
-        AveragedModel,
-        lambda m: nn.DataParallel(compiled(m)),
+        compiled, nn.DataParallel, AveragedModel, lambda m: nn.DataParallel(compiled(m)),
         lambda m: nn.Sequential(compiled(m[0]), m[1], compiled(m[2])),
     ],
-)
+)  # fmt: skip
 def test_wrappers_leave_no_trace_in_names(wrap) -> None:
     model = make_mlp()
     wrapped = wrap(model)

@@ -144,14 +144,10 @@ def test_a_form_that_cannot_be_filed_says_why_and_shows_no_identifier(life: Life
     officer = Browser(life, "operator")
     secret = "zoe-8842@example.org"
     for fields in (
-        {"received": "2999-01-01"},
-        {"received": "2026-13-01"},
-        {"received": "2026-02-02", "due": "2026-01-01"},
-        {"model": "nothing"},
-        {"reason": "x" * 2001},
-        {"person": secret + "\u200b"},
-        {"odd": "1"},
-    ):
+        {"received": "2999-01-01"}, {"received": "2026-13-01"},
+        {"received": "2026-02-02", "due": "2026-01-01"}, {"model": "nothing"},
+        {"reason": "x" * 2001}, {"person": secret + "\u200b"}, {"odd": "1"},
+    ):  # fmt: skip
         answer = officer.send("/requests/new", "/requests", **{"person": secret} | fields)
         assert answer.status_code in (400, 422), fields
         assert 'role="alert"' in answer.text
