@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections import namedtuple
 from itertools import pairwise
 
@@ -53,17 +52,9 @@ def test_every_kind_stays_of_its_kind():
         assert len(left) == 2, name
         expected = Subset if name == "dataset" else type(examples)
         assert isinstance(left.examples, expected), name
+    assert Data(kinds["table"], person="user_id").without(["ann"]).examples["x"][:] == [2, 4]
     texts = Data((["a", "b", "c", "d"], Y), ids=IDS).without(["bob"])
     assert texts.examples[0] == ["a", "c", "d"]
-
-
-def test_frames_and_hugging_face_tables_by_column():
-    import datasets
-
-    table = datasets.Dataset.from_dict({"x": [1, 2, 3, 4], "user_id": IDS})
-    left = Data(table, person="user_id").without(["ann"])
-    assert type(left.examples) is datasets.Dataset
-    assert left.examples["x"][:] == [2, 4]
 
 
 def test_a_column_or_a_function_says_whose_it_is():
@@ -86,13 +77,6 @@ def test_a_stream_is_filtered_each_time_it_is_read():
     assert batches[0]["x"].tolist() == [1.0, 3.0]
 
 
-def test_an_example_of_two_people_goes_when_one_of_them_goes():
-    data = Data([1, 2, 3], ids=[("ann", "bob"), "bob", ["cy"]])
-    assert data.without(["ann"]).examples == [2, 3]
-    assert data.without(["bob"]).examples == [3]
-    assert data.count(["ann", "bob"]) == 2
-
-
 def test_validation_and_test_lose_them_too():
     data = Data(
         (X, Y), ids=IDS, validation=Data([1, 2], ids=["ann", "dan"]), test=Data([3], ids=["ann"])
@@ -101,35 +85,6 @@ def test_validation_and_test_lose_them_too():
     assert left.validation.people == ("dan",)
     assert len(left.test) == 0
     assert data.without(["dan"]).validation.people == ("ann",)
-
-
-def test_anonymous_rows_are_learned_and_never_forgotten():
-    data = Data((X, Y))
-    assert data.people == ()
-    with pytest.raises(InputError, match="'ann', who is not in the data"):
-        data.without(["ann"])
-    mixed = Data([1, 2, 3], ids=["ann", None, "bob"])
-    assert mixed.without(["ann"]).examples == [2, 3]
-
-
-def test_rows_of_a_database_stay_where_they_are(tmp_path):
-    path = tmp_path / "rows.db"
-    with sqlite3.connect(path) as base:
-        base.execute("create table rows (id integer primary key, person text, x real)")
-        base.executemany(
-            "insert into rows values (?, ?, ?)", [(i, n, i) for i, n in enumerate(IDS)]
-        )
-
-    class Table(Dataset):
-        def __len__(self):
-            return 4
-
-        def __getitem__(self, place):
-            with sqlite3.connect(path) as base:
-                return base.execute("select person, x from rows where id = ?", (place,)).fetchone()
-
-    left = Data(Table(), person=lambda row: row[0]).without(["bob"])
-    assert [row[1] for row in left.examples] == [0.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,11 @@ from expunge.display import clean, round_up
 
 GRADIENT = recipes.GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.02827)
 RECIPES: dict[str, recipes.Recipe] = {
-    "gradient-clipping": GRADIENT,
-    "model-clipping": recipes.ModelClipping(0.5, 1e-3, 10.0, 0.5, 6),
+    "gradient-clipping": GRADIENT, "model-clipping": recipes.ModelClipping(0.5, 1e-3, 10.0, 0.5, 6),
     "output-perturbation": recipes.OutputPerturbation(0.01, 0.0746127),
-    "retraining": recipes.Retraining(),
-    "linear-model": recipes.LinearModel(),
+    "retraining": recipes.Retraining(), "linear-model": recipes.LinearModel(),
     "shards": recipes.Sharding(8, 4),
-}
+}  # fmt: skip
 ATTACKS = ["line\nanother\nand\na\nfourth", "\x1b[2Jcleared\x07", "\u202edesrever"]
 
 

@@ -43,6 +43,14 @@ def forget(ledger: Ledger, *people: str) -> Done:
     return done
 
 
+def work_with(ledger: Ledger, owner: object, name: str, other: Callable[..., object]) -> Done:
+    """A round of work with another function in the place of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, other)
+        (done,) = ledger.work()
+    return done
+
+
 def check_fails(ledger: Ledger, *said: str) -> None:
     """The next round of work answers nobody, and says why."""
     (done,) = ledger.work()

@@ -7,7 +7,7 @@ import pytest
 import expunge
 from expunge_ledger import Ledger, records, tables
 from expunge_ledger.records import add_month, read_now, read_pace
-from ledger.tests.life import check_fails, check_refused, file
+from ledger.tests.life import check_fails, check_refused, file, work_with
 
 
 def test_the_same_request_twice_is_one(ledger: Ledger) -> None:
@@ -84,8 +84,7 @@ def test_a_wrong_clock_writes_nothing(ledger: Ledger, monkeypatch: pytest.Monkey
         with pytest.raises(expunge.RunError, match="the clock says"):
             ledger.request("person-2")
     assert ledger.anchor() == before
-    monkeypatch.setattr(tables, "read_now", lambda: now - timedelta(hours=3))
-    (done,) = ledger.work()
+    done = work_with(ledger, tables, "read_now", lambda: now - timedelta(hours=3))
     assert done.forgotten == 1
     ledger.verify()
     monkeypatch.setattr(tables, "read_now", lambda: now + timedelta(days=400))

@@ -177,9 +177,7 @@ def test_two_workers_never_take_the_same(ledger: Ledger) -> None:
 @pytest.mark.parametrize(
     "moment", ["_look", "_find_history", "finish", "complete", "check_release"]
 )
-def test_a_worker_that_was_only_slow(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_worker_that_was_only_slow(ledger: Ledger, moment: str) -> None:
     """Its lease ended, another went on and finished: it answers nothing a second time."""
     ledger.request("person-1")
     module = models if moment == "check_release" else Worker
@@ -194,8 +192,7 @@ def test_a_worker_that_was_only_slow(
             assert done.forgotten == 1, done
         return real(*given, **more)
 
-    monkeypatch.setattr(module, moment, sleep)
-    (done,) = ledger.work()
+    done = life.work_with(ledger, module, moment, sleep)
     assert (done.forgotten == 1) != bool(done.failed) or moment == "finish"
     assert list_states(ledger) == {1: "answered"}
     assert len(ledger.models("shop")[0].releases) == 1
@@ -262,9 +259,7 @@ def test_a_release_that_cannot_begin_is_given_up(
         raise expunge.InputError("ids is 'person-1'; it must be somebody else")
 
     ledger.request("person-1")
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model, "forget", refuse)
-        (done,) = ledger.work()
+    done = life.work_with(ledger, models.Model, "forget", refuse)
     assert done.failed == "ids is the person of 1; it must be somebody else"
     assert list_states(ledger) == {1: "open"}
     assert ledger.withdraw(1).state == "withdrawn"

@@ -171,11 +171,9 @@ def test_impossible_targets_say_which_bound_forbids_them(make: object, reason: s
 def test_a_clip_that_limits_nothing_is_said() -> None:
     with pytest.raises(CalibrationError, match="not what limits"):
         calibrate(
-            lambda c: GradientClipping(0.0, c, 0.1, 0.0, 1, 1.0),
-            epsilon=1.0,
-            delta=1e-5,
+            lambda c: GradientClipping(0.0, c, 0.1, 0.0, 1, 1.0), epsilon=1.0, delta=1e-5,
             find="largest",
-        )
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,13 @@ def gradient_recipes(draw) -> GradientClipping:
         return draw(st.one_of(values, st.lists(values, min_size=steps, max_size=steps)))
 
     return GradientClipping(
-        start_clip=draw(positive),
-        grad_clip=draw(st.one_of(positive, zero)),
+        start_clip=draw(positive), grad_clip=draw(st.one_of(positive, zero)),
         learning_rate=series(st.floats(0, 0.09)),
-        weight_decay=draw(st.one_of(st.floats(0, 10), zero)),
-        steps=steps,
+        weight_decay=draw(st.one_of(st.floats(0, 10), zero)), steps=steps,
         noise_std=series(st.floats(0.01, 5)),
         start_noise_std=draw(st.one_of(st.floats(0.01, 5), zero)),
         model_clip=draw(st.one_of(positive, st.none())),
-    )
+    )  # fmt: skip
 
 
 @st.composite
@@ -108,11 +106,9 @@ def test_larger_clips_never_help(recipe, factor, epsilon, compared_to) -> None:
 def test_a_prefix_is_never_better_than_the_whole(recipe, epsilon) -> None:
     assume(recipe.steps > 1)
     shorter = dataclasses.replace(
-        recipe,
-        steps=recipe.steps - 1,
-        noise_std=schedule(recipe.noise_std, recipe.steps)[:-1],
+        recipe, steps=recipe.steps - 1, noise_std=schedule(recipe.noise_std, recipe.steps)[:-1],
         learning_rate=schedule(recipe.learning_rate, recipe.steps)[:-1],
-    )
+    )  # fmt: skip
     assert no_worse(recipe, shorter, epsilon)
 
 
@@ -127,11 +123,9 @@ def test_splitting_a_step_s_noise_changes_nothing(recipe, share, data) -> None:
     parts = [sigma[at] * math.sqrt(share), sigma[at] * math.sqrt(1 - share)]
     plain = dataclasses.replace(recipe, model_clip=None)
     split = dataclasses.replace(
-        plain,
-        steps=recipe.steps + 1,
-        noise_std=sigma[:at] + parts + sigma[at + 1 :],
+        plain, steps=recipe.steps + 1, noise_std=sigma[:at] + parts + sigma[at + 1 :],
         learning_rate=[*gamma[: at + 1], 0.0, *gamma[at + 1 :]],
-    )
+    )  # fmt: skip
     assert mu(split) == pytest.approx(mu(plain), rel=1e-9)
 
 

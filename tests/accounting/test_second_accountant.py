@@ -49,13 +49,11 @@ def test_long_and_extreme_runs_agree() -> None:
     rates = [1e-3 * (1 - t / 3000) for t in range(3000)]
     slow = replace(GRADIENT, steps=3000, learning_rate=rates, noise_std=[0.1 + r for r in rates])
     cases = [
-        slow,
-        replace(slow, model_clip=0.2),
-        replace(slow, model_clip=0.02),
+        slow, replace(slow, model_clip=0.2), replace(slow, model_clip=0.02),
         replace(GRADIENT, steps=10**5, weight_decay=1e-9),
         replace(GRADIENT, steps=10**5, weight_decay=0.0, start_noise_std=3.0),
         replace(GRADIENT, steps=1, model_clip=0.01),
-    ]
+    ]  # fmt: skip
     for recipe in cases:
         exact, _ = recompute(recipe, "retrained", Execution())
         assert exact * (1 - 1e-13) <= mu(recipe) <= exact * (1 + 1e-10)

@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 from expunge import ExpungeError, verify
-from tests.helpers.deaths import flip_bit, kill_at
+from tests.helpers.deaths import flip_bit, kill_at, restore_parts
 from tests.helpers.small_shards import hash_release, make, make_data, train, train_fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -117,12 +117,7 @@ def test_a_hundred_part_restores(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "state", target)
         groups = sorted({p.relative_to(old).as_posix().split(".")[0] for p in old.rglob("*.*")})
         chosen = groups if trial % 4 == 0 else [g for g in groups if draw.random() < 0.4]
-        for group in chosen:
-            if draw.random() < 0.3:
-                for file in target.glob(f"{group}.*"):
-                    file.unlink()
-            for file in old.glob(f"{group}.*"):
-                shutil.copy(file, target / file.relative_to(old))
+        restore_parts(old, target, chosen, lambda _: draw.random() < 0.3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = ask(target)

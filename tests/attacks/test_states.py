@@ -16,7 +16,7 @@ from expunge.errors import ExpungeError
 from expunge.files import new_folder, write_atomic
 from expunge.manifests import Announced, Entry, Manifest
 from expunge.states import State
-from tests.helpers.deaths import flip_bit, kill_at
+from tests.helpers.deaths import flip_bit, kill_at, restore_parts
 
 PEOPLE = [f"person-{i:02d}" for i in range(12)]
 
@@ -176,12 +176,7 @@ def test_a_hundred_part_restores(tmp_path: Path) -> None:
         chosen = [group for group in groups if draw.random() < 0.5] or ["manifest"]
         if trial % 3 == 0:
             chosen = groups
-        for group in chosen:
-            if draw.random() < 0.5 and group != "forgotten":  # in its place, not over it
-                for file in target.glob(f"{group}.*"):
-                    file.unlink()
-            for file in old.glob(f"{group}.*"):
-                shutil.copy(file, target / file.relative_to(old))
+        restore_parts(old, target, chosen, lambda g: draw.random() < 0.5 and g != "forgotten")
         found = outcome(target)
         if isinstance(found, str):
             assert "is damaged: " in found or "of the forgotten are in the state" in found

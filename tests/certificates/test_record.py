@@ -110,11 +110,9 @@ def test_infinity_large_seeds_and_arrays_survive() -> None:
     )  # fmt: skip
     options = {"betas": (0.9, 0.999), "clip": np.float32(0.5), "big": 2**60}
     record = make_record(
-        make_tensors(),
-        recipe=recipe,
-        seed=2**60 + 1,
+        make_tensors(), recipe=recipe, seed=2**60 + 1,
         training=TrainingRun(function="expunge.Training", options=options, examples=1),
-    )
+    )  # fmt: skip
     found = Record.from_bytes(record.to_bytes())
     assert found == record
     assert (found.seed, found.recipe.grad_clip) == (str(2**60 + 1), math.inf)

@@ -155,11 +155,9 @@ def test_files_that_cannot_be_read(tmp_path) -> None:
     weights.write_bytes(weights.read_bytes()[:-1])
     refuse("their header says", tmp_path / "run", error=CertificateError)
     refuse(
-        r"weights .* is not a file",
-        tmp_path / "run",
-        tmp_path / "none.safetensors",
+        r"weights .* is not a file", tmp_path / "run", tmp_path / "none.safetensors",
         error=CertificateError,
-    )
+    )  # fmt: skip
     refuse(r"certificate .* is not a file", tmp_path / "none.json", error=CertificateError)
     with (tmp_path / "run" / "certificate.json").open("ab") as file:
         file.truncate(100_000_001)

@@ -68,13 +68,6 @@ def test_one_model_however_it_was_saved(trained, rows, data, tmp_path):
         assert find_start(old, data) == expected
 
 
-def test_a_wrapped_or_compiled_old_model(trained, data):
-    expected = find_start(trained, data)
-    wrapped = torch.compile(trained, backend="eager")
-    for old in (wrapped, nn.DataParallel(trained), trained.eval(), copy.deepcopy(trained)):
-        assert find_start(old, data) == expected
-
-
 def test_an_average_beside_the_model_is_chosen_by_a_key(rows, data, tmp_path):
     model = build()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))

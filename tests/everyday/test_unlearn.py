@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, one_hot
-from torch.nn.utils.rnn import pack_sequence, pad_sequence
+from torch.nn.utils.rnn import pack_sequence
 
 import expunge
 from tests.everyday.conftest import FORGET, NAMES
@@ -137,36 +137,3 @@ def test_lengths_that_differ(rows):
     run(Reader, data, loss=cross_entropy)
     train = expunge.Training(epochs=1, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     expunge.retrain(Reader, data, forget=FORGET, train=train)
-
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 2)
-
-        def forward(self, tokens):
-            return self.head(self.embed(tokens).mean(1))
-
-    def pad(rows):
-        padded = pad_sequence([r[0] for r in rows], batch_first=True)
-        return padded, torch.tensor([r[1] for r in rows])
-
-    padded = expunge.Data(list(zip(texts, labels, strict=True)), ids=NAMES, collate=pad)
-    run(Mean, padded, loss=cross_entropy)
-
-
-def test_build_in_eval_mode_with_a_frozen_part(data):
-    def network():
-        body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).requires_grad_(False)
-        return nn.Sequential(body, nn.Dropout(0.1), nn.Linear(8, 2)).eval()
-
-    torch.manual_seed(0)
-    body = network()[0].state_dict()
-
-    def published():
-        model = network()
-        model[0].load_state_dict(body)
-        return model
-
-    release = run(published, data, loss=cross_entropy)
-    assert torch.equal(release.model[0][1].running_mean, body["1.running_mean"])
-    assert release.certificate.weights.published.compared is None

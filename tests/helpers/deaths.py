@@ -44,3 +44,13 @@ def flip_bit(start: Path, folder: Path, draw: random.Random) -> Path:
     data[at // 8] ^= 1 << at % 8
     file.write_bytes(data)
     return file
+
+
+def restore_parts(old: Path, folder: Path, groups: list[str], instead: Callable) -> None:
+    """Files of an older day, over those of today or, where ``instead`` says so, in their place."""
+    for group in groups:
+        if instead(group):
+            for file in folder.glob(f"{group}.*"):
+                file.unlink()
+        for file in old.glob(f"{group}.*"):
+            shutil.copy(file, folder / file.relative_to(old))

@@ -107,15 +107,13 @@ def make_noisy(tensors: dict[str, Any], name: str = "gradient-clipping", **given
     precision = choose_precision(recipe, 15)
     contents = describe_contents(Contents(tensors))
     plain: dict[str, Any] = {
-        "recipe": recipe,
-        "start": "model",
-        "origin": "build",
+        "recipe": recipe, "start": "model", "origin": "build",
         "weights": Weights(start="a" * 64, noisy="d" * 64, old="e" * 64, **contents),
         "grid": precision.grid,
         "execution": Execution(rounding=precision.rounding, tail_delta=1e-12),
         "noise": Noise(source="system", generator="AES-256-CTR", keys=1),
         "trace": make_trace(recipe, 15),
-    }
+    }  # fmt: skip
     return make_record(tensors, **(plain | given))
 
 

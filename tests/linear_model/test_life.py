@@ -76,10 +76,8 @@ def test_forgetting_is_never_having_learned(model: type, tmp_path: Path, one_key
     record = Record.load(tmp_path / "r2" / "record.json")
     assert opens(record.forget, ids[20:1600])
     assert (record.forget.samples, record.retained.samples, record.retained.count) == (
-        1580,
-        915,
-        915,
-    )
+        1580, 915, 915,
+    )  # fmt: skip
     assert replay(tmp_path / "r2", tmp_path / "a") == []
     assert replay(tmp_path / "r2", (X[kept], t[kept])) == []
     assert "rows" in replay(tmp_path / "r2", (X[kept[1:]], t[kept[1:]]))[0]

@@ -233,12 +233,10 @@ def test_threads_do_not_show() -> None:
     found = {
         subprocess.run(
             [sys.executable, "-c", script.format(count)],
-            env=os.environ | {"OMP_NUM_THREADS": str(count)},
-            capture_output=True,
-            check=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(count)}, capture_output=True, check=True,
         ).stdout
         for count in (1, 3)
-    }
+    }  # fmt: skip
     assert len(found) == 1
     assert len(found.pop().strip()) == hashlib.sha256().digest_size * 2
 

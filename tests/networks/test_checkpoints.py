@@ -103,11 +103,9 @@ def test_what_is_missing_or_of_another_shape() -> None:
     assert list(read_old(short, make_mlp(), strict=False)) == ["0.weight", "0.bias"]
     for strict in (True, False):
         refuse(
-            r"none of the names of build\(\)'s module, 0\.weight",
-            {"a.b": torch.ones(2)},
-            make_mlp(),
-            strict=strict,
-        )
+            r"none of the names of build\(\)'s module, 0\.weight", {"a.b": torch.ones(2)},
+            make_mlp(), strict=strict,
+        )  # fmt: skip
 
 
 def test_numbers_must_be_finite_weights() -> None:

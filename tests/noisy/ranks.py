@@ -20,13 +20,11 @@ from tests.noisy import networks
 def describe(release) -> dict:
     flat = networks.flatten(release).contiguous()
     return {
-        "weights": flat.tolist(),
-        "digest": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
-        "noise": release.record.trace.noise_norm,
-        "certificate": release.certificate.sha256,
+        "weights": flat.tolist(), "digest": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+        "noise": release.record.trace.noise_norm, "certificate": release.certificate.sha256,
         "processes": release.certificate.environment.processes,
         "epsilon": release.certificate.epsilon,
-    }
+    }  # fmt: skip
 
 
 def refuse(**options) -> str:

@@ -57,12 +57,10 @@ def test_same_seed_is_bit_equal_and_other_seeds_steps_positions_keys_are_not() -
     one = draw(SeededNoise(9).begin(), 500)
     assert one.tobytes() == draw(SeededNoise(9).begin(), 500).tobytes()
     others = [
-        draw(SeededNoise(10).begin(), 500),
-        draw(SeededNoise(9).begin(), 500, step=1),
-        draw(SeededNoise(9).begin(), 500, position=500),
+        draw(SeededNoise(10).begin(), 500), draw(SeededNoise(9).begin(), 500, step=1),
+        draw(SeededNoise(9).begin(), 500, position=500), draw(SystemNoise().begin(), 500),
         draw(SystemNoise().begin(), 500),
-        draw(SystemNoise().begin(), 500),
-    ]
+    ]  # fmt: skip
     for index, other in enumerate(others):
         for another in [one, *others[:index]]:
             assert np.count_nonzero(other == another) < 5

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from mpmath import MPContext
 
 from expunge.accounting.precision import LARGEST_CELL
-from expunge.errors import UnlearningError
 from expunge.noisy import vector as vector_module
 from expunge.noisy.noise import SeededNoise
 from expunge.noisy.vector import GridVector, Update, clip_factor
@@ -191,14 +190,6 @@ def test_overflowing_model_step_falls_back_to_the_centre():
     vector.start(1e-140)
     vector.step([torch.tensor([3e38, 1.0])], Update(1e150, 0.0, 1.0, 1.0, 0.0, 1))
     assert vector.parameters[0].tolist() == [0.0, 0.0]
-
-
-def test_a_number_of_noise_is_never_drawn_twice():
-    vector = build([0.0] * 4)
-    vector.perturb(0, 0.5)
-    vector.perturb(1, 0.5)
-    with pytest.raises(UnlearningError, match="already"):
-        vector.perturb(0, 0.5)
 
 
 def test_old_tensors_enter_without_touching_the_parameters_given():

@@ -167,12 +167,6 @@ def test_another_spelling_is_not_held_in_none(small: Ledger, spelled: str) -> No
     assert life.list_states(small) == {1: "open", 2: "answered"}
 
 
-def test_one_model_does_not_answer_for_all(small: Ledger) -> None:
-    small.request("stranger", model="shop")
-    forget(small, "stranger")
-    assert [request.answer for request in small.requests()] == ["not held", "held in none"]
-
-
 def test_nobody_stops_the_clock_of_another(small: Ledger) -> None:
     """Filed for somebody, due in a thousand years: their own request would be taken for it."""
     small.request("person-1", due="2999-01-01")
@@ -234,7 +228,7 @@ def test_a_job_killed_at_its_release_goes_on(net: Ledger, moment: str) -> None:
 
 
 def test_a_planted_release_of_a_state_does_not_answer(
-    small: Ledger, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small: Ledger, state: Path, tmp_path: Path
 ) -> None:
     """The state has forgotten, and its release could not be written: another lay there."""
     small.request("person-1")
@@ -245,9 +239,7 @@ def test_a_planted_release_of_a_state_does_not_answer(
         real(StandIn(copy), people).save(place)
         return real(self, people)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(StandIn, "forget", plant)
-        assert small.work()[0].failed
+    assert life.work_with(small, StandIn, "forget", plant).failed
     check_fails(small, "was not written by a run of this ledger")
     shutil.rmtree(place)
     (done,) = small.work()

@@ -100,11 +100,9 @@ def test_a_row_of_before_is_not_the_row(small: Ledger, table: str) -> None:
     tries = {
         "requests": lambda: small.request("person-1"),
         "work": lambda: _raise(small.request("person-1") and small.work()),
-        "models": lambda: small.request("person-2"),
-        "tokens": lambda: small.tokens(),
-        "releases": lambda: small.models(),
-        "book": lambda: small.request("person-2"),
-    }
+        "models": lambda: small.request("person-2"), "tokens": lambda: small.tokens(),
+        "releases": lambda: small.models(), "book": lambda: small.request("person-2"),
+    }  # fmt: skip
     with pytest.raises((expunge.VerificationError, expunge.RunError)):
         tries[table]()
     if table == "tokens":  # revoked, it does not come back
