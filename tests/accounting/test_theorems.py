@@ -105,11 +105,8 @@ class TestBruteForce:
         rng = np.random.default_rng(2000 + seed)
         rho, s, sigma, D = draw_schedule(rng, int(rng.integers(1, 5)))
         sigma_0 = float(rng.uniform(0.05, 2))
-        front = ([1.0, *rho], [0.0, *s], [sigma_0, *sigma])
-        front = [np.array(column) for column in front]
-        solved = min(
-            solve_shifts(*(column[:t] for column in front), D) for t in range(1, len(rho) + 2)
-        )
+        front = np.array([[1.0, *rho], [0.0, *s], [sigma_0, *sigma]])
+        solved = min(solve_shifts(*front[:, :t], D) for t in range(1, len(rho) + 2))
         assert iterate(1 - rho, s, sigma, D, sigma_0) == pytest.approx(solved, rel=2e-6)
 
     @pytest.mark.parametrize("seed", range(40))

@@ -57,6 +57,12 @@ def days(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return found
 
 
+@pytest.fixture
+def folder(days: list[Path], tmp_path: Path) -> Path:
+    """A copy of the last day."""
+    return Path(shutil.copytree(days[2], tmp_path / "state"))
+
+
 def use(folder: Path, out: Path, present: set[int]) -> str:
     """Ask for a person, forget another, release: what came of it must be true, or refused."""
     model = load(folder)
@@ -218,10 +224,7 @@ def drop_person(people: bytes, name: bytes, more: int = 0) -> bytes:
     return b"".join(e for e in entries if e[:16] != name) + count.to_bytes(8, "little")
 
 
-def test_rows_under_another_name_are_not_certified_as_gone(
-    days: list[Path], tmp_path: Path
-) -> None:
-    folder = shutil.copytree(days[2], tmp_path / "state")
+def test_rows_under_another_name_are_not_certified_as_gone(days: list[Path], folder: Path) -> None:
     name = State.open(folder).name("user-3")
     edit_file(folder, "rows/00", lambda rows: rows.replace(name, b"\xff" * 16))
     with pytest.raises(ExpungeError, match=r"people .* rows"):
@@ -231,9 +234,8 @@ def test_rows_under_another_name_are_not_certified_as_gone(
 
 
 @pytest.mark.parametrize("more", [0, 1])
-def test_a_person_missing_from_the_index(days: list[Path], tmp_path: Path, more: int) -> None:
+def test_a_person_missing_from_the_index(days: list[Path], folder: Path, more: int) -> None:
     """With one more of nobody the count is right, too: a request and a replay see it."""
-    folder = shutil.copytree(days[2], tmp_path / "state")
     name = State.open(folder).name("user-3")
     edit_file(folder, "people", lambda people: drop_person(people, name, more))
     seen = [lambda: load(folder).holds(["user-3"]), lambda: load(folder).release()]
@@ -247,8 +249,7 @@ def test_a_person_missing_from_the_index(days: list[Path], tmp_path: Path, more:
             work()
 
 
-def test_columns_that_the_rows_do_not_have(days: list[Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(days[2], tmp_path / "state")
+def test_columns_that_the_rows_do_not_have(folder: Path) -> None:
     facts = State.open(folder).settings["facts"]
     edit_settings(folder, facts={**facts, "inputs": 2})
     with pytest.raises(ExpungeError, match="is damaged"):
@@ -256,10 +257,7 @@ def test_columns_that_the_rows_do_not_have(days: list[Path], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("name", "value"), [("alpha", None), ("alpha", "x"), ("classes", 1)])
-def test_parameters_that_no_model_has(
-    days: list[Path], tmp_path: Path, name: str, value: object
-) -> None:
-    folder = shutil.copytree(days[2], tmp_path / "state")
+def test_parameters_that_no_model_has(folder: Path, name: str, value: object) -> None:
     parameters = State.open(folder).settings["parameters"]
     edit_settings(folder, parameters={**parameters, name: value})
     with pytest.raises(ExpungeError, match=f"{name} is {value!r}; it must be"):

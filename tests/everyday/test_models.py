@@ -196,18 +196,13 @@ def test_embeddings_of_words(sparse, tmp_path):
 # Hugging Face.
 
 
-@pytest.fixture
-def texts():
+def make_words(label):
     ids = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": row} for row in ids]
+    rows = [{"input_ids": row, "labels": label(k, row)} for k, row in enumerate(ids)]
     return expunge.Data(rows, ids=[f"user-{k % 8}" for k in range(24)])
 
 
-@pytest.fixture
-def reviews():
-    ids = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(0))
-    rows = [{"input_ids": row, "labels": k % 2} for k, row in enumerate(ids)]
-    return expunge.Data(rows, ids=[f"user-{k % 8}" for k in range(24)])
+TEXTS, REVIEWS = make_words(lambda k, row: row), make_words(lambda k, row: k % 2)
 
 
 def probe_words(model):
@@ -215,8 +210,8 @@ def probe_words(model):
 
 
 @pytest.mark.parametrize("build", [make_gpt2, make_llama])
-def test_a_language_model(build, texts, tmp_path):
-    releases = serve(build, texts, tmp_path, loss=None, probe=probe_words)
+def test_a_language_model(build, tmp_path):
+    releases = serve(build, TEXTS, tmp_path, loss=None, probe=probe_words)
     for name, release in releases.items():
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name).eval()
         check_same(model, release.model)
@@ -225,8 +220,8 @@ def test_a_language_model(build, texts, tmp_path):
         assert tied == (build is make_gpt2)
 
 
-def test_a_classifier(reviews, tmp_path):
-    releases = serve(make_bert, reviews, tmp_path, loss=None, probe=probe_words)
+def test_a_classifier(tmp_path):
+    releases = serve(make_bert, REVIEWS, tmp_path, loss=None, probe=probe_words)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "tuned"
     ).eval()
@@ -234,7 +229,7 @@ def test_a_classifier(reviews, tmp_path):
 
 
 @pytest.mark.parametrize("saved", [["classifier", "pooler"], None])
-def test_an_adapter_and_modules_that_are_saved_whole(saved, reviews, tmp_path):
+def test_an_adapter_and_modules_that_are_saved_whole(saved, tmp_path):
     def build():
         torch.manual_seed(0)
         config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules=["query"],
@@ -244,8 +239,8 @@ def test_an_adapter_and_modules_that_are_saved_whole(saved, reviews, tmp_path):
     training = expunge.Training(
         epochs=3, learning_rate=0.01, batch_size=8, loss=None, optimizer="adamw"
     )
-    old = expunge.retrain(build, reviews, forget=["user-7"], train=training, seed=5).model
-    release = expunge.unlearn(old, build, reviews, forget=FORGET, recipe=RECIPE, train=training)
+    old = expunge.retrain(build, REVIEWS, forget=["user-7"], train=training, seed=5).model
+    release = expunge.unlearn(old, build, REVIEWS, forget=FORGET, recipe=RECIPE, train=training)
     run = release.save(tmp_path / "run")
     assert expunge.verify(run).holds
     assert release.certificate.weights.adapter is not None

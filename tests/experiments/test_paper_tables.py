@@ -49,19 +49,17 @@ def rows(prefix: str) -> list[tuple[str, Row]]:
     return [(name, row) for name in ROWS if name.startswith(prefix) for row in load(name)]
 
 
+def read_numbers(row: Row, *names: str) -> dict[str, float]:
+    return {name: float(row[name]) for name in (*names, "learning_rate", "weight_decay")}
+
+
 def gradient_clipping(row: Row, noise_std: float) -> GradientClipping:
-    return GradientClipping(
-        start_clip=float(row["start_clip"]), grad_clip=float(row["grad_clip"]),
-        learning_rate=float(row["learning_rate"]), weight_decay=float(row["weight_decay"]),
-        steps=int(row["steps"]), noise_std=noise_std,
-    )  # fmt: skip
+    numbers = read_numbers(row, "start_clip", "grad_clip")
+    return GradientClipping(**numbers, steps=int(row["steps"]), noise_std=noise_std)
 
 
 def model_clipping(row: Row, steps: int) -> ModelClipping:
-    return ModelClipping(
-        model_clip=float(row["model_clip"]), learning_rate=float(row["learning_rate"]),
-        weight_decay=float(row["weight_decay"]), noise_std=float(row["noise_std"]), steps=steps,
-    )  # fmt: skip
+    return ModelClipping(**read_numbers(row, "model_clip", "noise_std"), steps=steps)
 
 
 def rule(row: Row) -> float:

@@ -322,17 +322,7 @@ def test_memory_is_the_default_and_iris_is_learned() -> None:
 
 
 @pytest.mark.parametrize("command", ["forget", "learn"])
-def test_killed_somewhere(command: str, tmp_path: Path) -> None:
-    check_kills(range(5, 36, 15), command, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", ["forget", "learn"])
 def test_killed_at_twenty_moments(command: str, tmp_path: Path) -> None:
-    check_kills(range(1, 41, 2), command, tmp_path)
-
-
-def check_kills(moments: range, command: str, tmp_path: Path) -> None:
     X, y, ids = make_data(1500)
     RidgeClassifier(state=tmp_path / "state").fit(X, y, ids=ids)
     without = [i for i in range(1500) if i not in (1, 2)]
@@ -342,7 +332,7 @@ def check_kills(moments: range, command: str, tmp_path: Path) -> None:
     if command == "learn":
         after = RidgeClassifier().fit(X, y, ids=ids).partial_fit(rows, ["a"] * 10, ids=new)
     fates = set()
-    for moment in moments:
+    for moment in range(1, 41, 2):
         place = tmp_path / str(moment)
         load(tmp_path / "state").save(place / "state")
 

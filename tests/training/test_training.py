@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from expunge import Data, InputError, Training, UnlearningError, evaluate
-from expunge.networks.randomness import derive_seed
 from expunge.training.batches import Batches
 from expunge.training.calling import check_train, run_training
 from expunge.training.losses import compute_loss, run_twice
@@ -190,9 +189,3 @@ def test_functions_are_given_what_they_name():
     inner, wrapper = network(), nn.Sequential(network())
     assert run_training(lambda model, rows: wrapper, inner, data, 0) is wrapper
     assert run_training(lambda model, rows: {"loss": 1}, inner, data, 0) is inner
-
-
-def test_seeds_of_purposes_differ():
-    seeds = {derive_seed("pass", s, p) for s in range(20) for p in range(20)}
-    assert len(seeds) == 400
-    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -110,19 +110,19 @@ QUERIES += ["pace=overdue", "most=5"]
 
 def test_a_token_for_one_model_does_not_see_when_another_ends(both: Life) -> None:
     """Open, answered, late: whether and when "shop" did its part was in state, clock and list."""
-    life, who = both, "auditor-search"
-    life.file("operator", "person-1", received="2026-01-01", due="2026-02-01")
-    life.ledger.work("search")
-    shown = [life.ask(who, "GET", "/requests/1").json()]
-    lists = [[life.ask(who, "GET", f"/requests?{query}").json() for query in QUERIES]]
-    life.ledger.work("shop")
-    shown.append(life.ask(who, "GET", "/requests/1").json())
-    lists.append([life.ask(who, "GET", f"/requests?{query}").json() for query in QUERIES])
+    who = "auditor-search"
+    both.file("operator", "person-1", received="2026-01-01", due="2026-02-01")
+    both.ledger.work("search")
+    shown = [both.ask(who, "GET", "/requests/1").json()]
+    lists = [[both.ask(who, "GET", f"/requests?{query}").json() for query in QUERIES]]
+    both.ledger.work("shop")
+    shown.append(both.ask(who, "GET", "/requests/1").json())
+    lists.append([both.ask(who, "GET", f"/requests?{query}").json() for query in QUERIES])
     assert shown[0] == shown[1]
     assert lists[0] == lists[1]
     assert (shown[0]["state"], shown[0]["pace"]) == ("answered", "overdue")
     assert [one["total"] for one in lists[0]] == [0, 0, 0, 1, 0, 1]
-    assert life.ask("auditor", "GET", "/requests/1").json()["state"] == "answered"
+    assert both.ask("auditor", "GET", "/requests/1").json()["state"] == "answered"
 
 
 def test_no_place_and_no_host_in_any_answer(life: Life) -> None:
