@@ -135,20 +135,17 @@ class Session:
         assert matches or not expected.strip(), f"{where}: {command}\n{shown[-1]}"
 
 
-@pytest.mark.parametrize("name", list_pages(slow=False))
-def test_a_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    session = Session(name, tmp_path, monkeypatch)
-    for block in read_blocks(PAGES[name]):
-        if not block.mark:
-            session.run(block)
+WHOLE = [pytest.param(name, True, marks=pytest.mark.slow) for name in list_pages(slow=True)]
+MARKED = [*((name, False) for name in list_pages(slow=False)), *WHOLE]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list_pages(slow=True))
-def test_a_whole_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("name", "whole"), MARKED)
+def test_a_page_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool
+) -> None:
     session = Session(name, tmp_path, monkeypatch)
     for block in read_blocks(PAGES[name]):
-        if block.mark != "no test":
+        if not block.mark or (whole and block.mark == "slow"):
             session.run(block)
 
 

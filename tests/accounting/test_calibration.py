@@ -1,6 +1,7 @@
 """calibrate: never on the unsafe side, never far from the edge."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -110,22 +111,12 @@ def test_a_real_run_of_that_many_parameters_meets_the_target() -> None:
     assert ideal.noise_std < found.noise_std < ideal.noise_std * 1.001
 
 
-class Layer:
-    def __init__(self, size: int, requires_grad: bool = True) -> None:
-        self.size, self.requires_grad = size, requires_grad
-
-    def numel(self) -> int:
-        return self.size
-
-
-class Model:
-    def parameters(self):
-        return iter([Layer(10**6), Layer(10**9, requires_grad=False), Layer(3)])
-
-
 def test_parameters_may_be_a_model_whose_trainable_ones_are_counted() -> None:
+    sizes = ((10**6, True), (10**9, False), (3, True))
+    layers = [SimpleNamespace(numel=lambda n=n: n, requires_grad=trained) for n, trained in sizes]
+    model = SimpleNamespace(parameters=lambda: iter(layers))
     given = {"epsilon": 1.0, "delta": 1e-5}
-    found = calibrate(gradient, parameters=Model(), **given)
+    found = calibrate(gradient, parameters=model, **given)
     assert found == calibrate(gradient, parameters=10**6 + 3, **given)
     assert found.noise_std > calibrate(gradient, **given).noise_std
     for wrong in (0, True, 2.5, "many"):

@@ -234,8 +234,6 @@ def test_facts_are_bound_by_record_and_signature(change, made, run) -> None:
 
 
 # --- records
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -277,8 +275,6 @@ def test_another_runs_record_and_keys_twice(made, run) -> None:
 
 
 # --- weights and what lies beside them
-
-
 def test_edited_weights(run) -> None:
     file = run / EXACT / "model.safetensors"
     raw = file.read_bytes()
@@ -350,8 +346,6 @@ def test_a_model_among_many_other_files_is_named(run) -> None:
 
 
 # --- signatures
-
-
 def test_keys_and_signatures_that_fit_many_messages(run) -> None:
     """A key of small order under which a signature fits anything; s + the order of the group."""
     path = run / EXACT / "certificate.json"
@@ -376,8 +370,6 @@ def test_a_parent_that_a_stranger_signed_is_said(run) -> None:
 
 
 # --- any byte of a certificate
-
-
 def test_random_edits_of_a_certificate(run) -> None:
     path, rng = run / EXACT / "certificate.json", random.Random(3)
     private, public = generate_key_pair()
@@ -399,8 +391,6 @@ def test_random_edits_of_a_certificate(run) -> None:
 
 
 # --- chains
-
-
 @pytest.mark.parametrize(
     ("which", "change", "named"),
     [

@@ -75,8 +75,6 @@ def test_many_steps_of_model_clipping_are_attained_at_epsilon_zero():
 
 
 # What the published code claimed
-
-
 def test_e1_the_audit_refutes_the_tables_conversion():
     recipe = GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.0)
     sigma = paper.tables_noise_std(recipe, epsilon=1.0)
@@ -115,8 +113,6 @@ def test_e7_repeated_noise_gives_the_start_away(monkeypatch):
 
 
 # Budgets and refusals
-
-
 def test_a_time_budget_is_kept_and_a_seed_repeats_an_audit():
     recipe = OutputPerturbation(1.0, 4.0)
     short, long = (audit_mechanism(recipe, delta=DELTA, seconds=s, seed=0) for s in (0.1, 1.5))

@@ -50,8 +50,6 @@ def make(kind: str, **given: Any):
 
 
 # --- what a certificate says
-
-
 @pytest.mark.parametrize("compared_to", ["retrained", "centre"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_certificate_states_the_guarantee(kind, compared_to) -> None:
@@ -194,8 +192,6 @@ def test_files_that_are_no_certificate(kind) -> None:
 
 
 # --- what cannot be certified; more of it in tests/attacks/test_edits.py
-
-
 def trace_with(**columns: Any) -> Trace:
     return make_trace(GRADIENT, 15).model_copy(update=columns)
 
@@ -288,8 +284,6 @@ def test_noise_on_an_unclipped_start_still_certifies(tmp_path) -> None:
 
 
 # --- clocks
-
-
 def test_a_wrong_clock_is_refused_at_writing() -> None:
     first = certify(make("retraining"))
     later = {"parent": first.sha256, "created": "2026-11-16T22:00:00+00:00"}
@@ -304,8 +298,6 @@ def test_a_wrong_clock_is_refused_at_writing() -> None:
 
 
 # --- privacy: what stays in the record
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_that_no_noise_covers_is_published(kind) -> None:
     record = make(kind)

@@ -29,9 +29,8 @@ from tests.helpers.sample_releases import (
     make_tensors,
 )
 
+
 # --- people
-
-
 def test_commitment_golden() -> None:
     found = commit(["alice", "bob"], 2, salt="00" * 32)
     assert found.root == "7fea5fce1bff3e05345e32db54887ed7c1d97eea95baec0585fe45dc08183451"
@@ -84,8 +83,6 @@ def test_what_is_withheld_cannot_be_opened() -> None:
 
 
 # --- records
-
-
 def list_records() -> dict[str, Record]:
     tensors = make_tensors()
     noisy = {name: make_noisy(tensors, name) for name in NOISY}

@@ -83,8 +83,6 @@ def test_noisy_runs_of_one_old_model_are_counted(tmp_path) -> None:
 
 
 # --- the release before
-
-
 def test_a_parent_is_a_release_a_folder_or_a_certificate(tmp_path) -> None:
     first, second = save_chain(tmp_path)
     folder = tmp_path / "second"

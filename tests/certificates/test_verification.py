@@ -43,8 +43,6 @@ def test_every_kind_of_release_holds(kind, tmp_path) -> None:
 
 
 # --- what was not looked at
-
-
 def test_what_was_not_looked_at_is_said(tmp_path) -> None:
     _, second = save_chain(tmp_path)
     run = tmp_path / "second"
@@ -124,8 +122,6 @@ def test_words_of_a_file_never_reach_the_terminal_raw(tmp_path) -> None:
 
 
 # --- unusable input
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -186,8 +182,6 @@ def test_what_cannot_be_recomputed_does_not_hold(tmp_path, monkeypatch) -> None:
 
 
 # --- adapters
-
-
 def save_adapter(folder):
     """A release with an adapter beside the weights, as PEFT lays it out."""
     tensors, adapter = make_tensors(), {"base_model.model.layer.lora_A.weight": np.ones((2, 3))}
@@ -225,8 +219,6 @@ def test_an_adapter_that_no_certificate_speaks_of(tmp_path) -> None:
 
 
 # --- signatures
-
-
 def test_signature(tmp_path) -> None:
     private, public = generate_key_pair()
     _, other = generate_key_pair()
@@ -253,8 +245,6 @@ def test_signature(tmp_path) -> None:
 
 
 # --- sequences of requests
-
-
 def test_a_chain_of_requests(tmp_path) -> None:
     first, second = save_chain(tmp_path)
     one, two = tmp_path / "first", tmp_path / "second"

@@ -58,12 +58,9 @@ def test_json_has_the_fields_of_the_api() -> None:
 
 
 def test_no_guarantee_is_null_and_said() -> None:
-    assert (
-        answer("account output-perturbation --start-clip 1 --noise-std 0 --delta 1e-5")["epsilon"]
-        is None
-    )
-    shown = run("account output-perturbation --start-clip 1 --noise-std 0 --delta 1e-5").stdout
-    assert "This is no guarantee" in shown
+    command = "account output-perturbation --start-clip 1 --noise-std 0 --delta 1e-5"
+    assert answer(command)["epsilon"] is None
+    assert "This is no guarantee" in run(command).stdout
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,9 @@ def test_a_linear_model_forgets_without_torch(tmp_path: Path) -> None:
         '[data]\nload = "one.py:load"\n[method]\nname = "linear-model"\n[output]\n'
     )
     (tmp_path / "list.txt").write_text("p3\n")
-    commands = [
-        ["check", "job.toml"], ["plan", "--job", "job.toml"], ["learn", "job.toml"],
-        ["forget", "state", "list.txt", "--out", "release-2"], ["replay", "release-2", "job.toml"],
-    ]  # fmt: skip
-    run_without_torch(commands, tmp_path)
+    lines = ("check job.toml", "plan --job job.toml", "learn job.toml",
+             "forget state list.txt --out release-2", "replay release-2 job.toml")  # fmt: skip
+    run_without_torch([line.split() for line in lines], tmp_path)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

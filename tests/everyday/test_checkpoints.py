@@ -136,8 +136,6 @@ def test_a_checkpoint_of_lightning(rows, data, tmp_path):
 
 
 # Hugging Face.
-
-
 def build_lora():
     torch.manual_seed(0)  # the base is a published file, in life
     config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules=["query", "value"])

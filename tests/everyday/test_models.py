@@ -194,8 +194,6 @@ def test_embeddings_of_words(sparse, tmp_path):
 
 
 # Hugging Face.
-
-
 def make_words(label):
     ids = torch.randint(0, 32, (24, 8), generator=torch.Generator().manual_seed(0))
     rows = [{"input_ids": row, "labels": label(k, row)} for k, row in enumerate(ids)]

@@ -42,8 +42,6 @@ def refuse(sentence: str, old: object, module: nn.Module, **options) -> None:
 
 
 # What is in memory.
-
-
 @pytest.mark.parametrize(
     "how",
     [
@@ -135,8 +133,6 @@ def test_what_is_no_model(old: object) -> None:
 
 
 # Files of loops, Lightning and averages.
-
-
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module", "net"])
 def test_a_state_dict_in_a_checkpoint(key: str, tmp_path: Path) -> None:
     model = make_mlp()
@@ -193,8 +189,6 @@ def test_a_file_that_needs_code_says_what_to_do(tmp_path: Path) -> None:
 
 
 # Folders of the Trainer and of PEFT.
-
-
 def write_trainer(folder: Path, *names: str) -> nn.Module:
     """A Trainer's checkpoint with what lies beside weights."""
     folder.mkdir(parents=True)
@@ -284,8 +278,6 @@ def test_the_adapters_name_does_not_matter(tmp_path: Path) -> None:
 
 
 # What was published.
-
-
 def test_frozen_tensors_are_compared_with_a_file(tmp_path: Path) -> None:
     model = make_lora()
     base = make_lora().unload()

@@ -30,8 +30,6 @@ def twin(stream: NoiseStream) -> NoiseStream:
 
 
 # ------------------------------------------------------------------ purity and no repeats
-
-
 @pytest.mark.parametrize("noise", SOURCES)
 @pytest.mark.parametrize("start", [0, 1, 2**40 - 7, 2**48 - 3 * CHUNK])
 def test_any_partition_gives_the_same_numbers(noise: Any, start: int) -> None:
@@ -79,8 +77,6 @@ def test_what_was_passed_cannot_be_drawn_again(step: int, position: int) -> None
 
 
 # ------------------------------------------------------------------ the key stays in memory
-
-
 @pytest.mark.parametrize("noise", SOURCES)
 def test_the_key_is_in_no_representation(noise: Any) -> None:
     stream = noise.begin()

@@ -20,8 +20,6 @@ mp.prec = 260
 
 
 # ------------------------------------------------------------------ an oracle with 260 bits
-
-
 def keystream(key: bytes, domain: int, step: int, block: int, size: int) -> bytes:
     counter = (domain << 126) + (step << 64) + block
     cipher = Cipher(algorithms.AES(key), modes.CTR(counter.to_bytes(16, "big")))
@@ -59,8 +57,6 @@ def test_every_value_is_the_rounding_of_the_ideal_one(noise: Any, std: float) ->
 
 
 # ------------------------------------------------------------------ error bound and decision
-
-
 def hard_words(count: int, seed: int) -> Any:
     """Random words; a quarter each with V near 0, V near 1 and Θ near a multiple of π/4."""
     rng = np.random.default_rng(seed)

@@ -53,8 +53,6 @@ def still(output, target):
 
 
 # The same law, and no other
-
-
 @each_method
 def test_a_seed_repeats_itself_and_the_system_never_does(recipe):
     first, again, other = (run(recipe=recipe, noise=SeededNoise(s)) for s in (0, 0, 1))
@@ -142,8 +140,6 @@ def test_the_certificate_is_that_of_the_recipe(recipe):
 
 
 # Limits
-
-
 def test_huge_models_are_forgotten_up_to_the_clip():
     huge = make_old()
     for p in huge.parameters():
@@ -226,8 +222,6 @@ def test_other_dtypes_keep_their_dtype_and_the_same_noise(dtype):
 
 
 # Centres and controls
-
-
 @each_method
 def test_the_control_never_sees_the_old_model(recipe):
     runs = [run(make_old(s), recipe=recipe, start="centre") for s in (1, 2)]
@@ -269,8 +263,6 @@ def test_a_recipe_is_planned_around_build():
 
 
 # What belongs to a step, and what comes after
-
-
 def test_dropout_and_shuffling_do_not_depend_on_what_was_drawn_before():
     torch.manual_seed(7)
     first = run(build=lambda: make_mlp(dropout=0.3))
