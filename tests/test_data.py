@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from itertools import pairwise
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -46,6 +47,7 @@ def test_every_kind_stays_of_its_kind():
         "arrays": (X.numpy(), Y.numpy()), "named": Pair(X, Y), "nested": ((X, X), {"y": Y}),
         "mapping": {"x": X, "y": Y}, "tensor": X, "TensorDataset": TensorDataset(X, Y),
         "list": [(x, y) for x, y in zip(X, Y, strict=True)], "dataset": Rows(),
+        "table": datasets.Dataset.from_dict({"x": [1, 2, 3, 4], "user_id": IDS}),
     }  # fmt: skip
     for name, examples in kinds.items():
         left = Data(examples, ids=IDS).without(["ann"])
