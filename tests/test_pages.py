@@ -140,9 +140,7 @@ MARKED = [*((name, False) for name in list_pages(slow=False)), *WHOLE]
 
 
 @pytest.mark.parametrize(("name", "whole"), MARKED)
-def test_a_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole: bool
-) -> None:
+def test_a_page_runs(tmp_path: Path, monkeypatch: Any, name: str, whole: bool) -> None:
     session = Session(name, tmp_path, monkeypatch)
     for block in read_blocks(PAGES[name]):
         if not block.mark or (whole and block.mark == "slow"):

@@ -48,8 +48,7 @@ def test_weights_that_saw_them_do_not_come_out_again(run):
     cheat = expunge.retrain(
         build, Data(DATA.examples, ids=[*NAMES[:-1], "nobody"]), forget=["nobody"], train=train
     )
-    metadata = {"format": "pt"}
-    save_file(dict(cheat.tensors), run / "model.safetensors", metadata)
+    save_file(dict(cheat.tensors), run / "model.safetensors", {"format": "pt"})
     found = expunge.replay(run, build, DATA, train=train)
     assert not found
     assert "tensors differ" in found.differences[0]

@@ -274,7 +274,10 @@ def make_values(size: int, seed: int, scale: float = 1.0) -> Tensor:
     return torch.from_numpy(mixed.astype(np.float64) / 2**23 - 1.0).mul(scale).float()
 
 
-SHAPES = {"small": [(3, 4), (4,), (2, 2, 2)], "chunks": [(70_000,), (13,), (40, 300)]}
+SHAPES = {
+    "small": [(3, 4), (4,), (2, 2, 2)],
+    "chunks": [(70_000,), (13,), (40, 300)],
+}
 VECTORS = {name: RECIPES[name] for name in RECIPES if RECIPES[name].noise_std != 2.0} | {
     "gradients, many": replace(RECIPES["gradients, many"], steps=30),
     "model, long": replace(RECIPES["model, long"], steps=30),
