@@ -5,34 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from expunge import guarantee, plan
+from expunge import guarantee, plan, recipes
 from expunge.accounting.planning import Plan
 from expunge.display import clean, round_up
-from expunge.recipes import (
-    GradientClipping,
-    Guarantee,
-    LinearModel,
-    ModelClipping,
-    OutputPerturbation,
-    Recipe,
-    Retraining,
-    Sharding,
-)
 
-GRADIENT = GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.02827)
-RECIPES: dict[str, Recipe] = {
-    "gradient-clipping": GRADIENT,
-    "model-clipping": ModelClipping(0.5, 1e-3, 10.0, 0.5, 6),
-    "output-perturbation": OutputPerturbation(0.01, 0.0746127),
-    "retraining": Retraining(),
-    "linear-model": LinearModel(),
-    "shards": Sharding(8, 4),
-}
-ATTACKS = [
-    "line\nanother\nand\na\nfourth",
-    "\x1b[2Jcleared\x07",
-    "\u202edesrever",
-]
+GRADIENT = recipes.GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.02827)
+RECIPES: dict[str, recipes.Recipe] = {
+    "gradient-clipping": GRADIENT, "model-clipping": recipes.ModelClipping(0.5, 1e-3, 10.0, 0.5, 6),
+    "output-perturbation": recipes.OutputPerturbation(0.01, 0.0746127),
+    "retraining": recipes.Retraining(), "linear-model": recipes.LinearModel(),
+    "shards": recipes.Sharding(8, 4),
+}  # fmt: skip
+ATTACKS = ["line\nanother\nand\na\nfourth", "\x1b[2Jcleared\x07", "\u202edesrever"]
 
 
 def check(thing: object) -> None:
@@ -46,7 +30,7 @@ def check(thing: object) -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_words_of_a_guarantee_or_a_plan_move_no_cursor(attack: str) -> None:
     found = guarantee(GRADIENT, delta=1e-5)
-    check(Guarantee(**{**vars(found), "theorem": attack, "compared_to": attack}))
+    check(recipes.Guarantee(**{**vars(found), "theorem": attack, "compared_to": attack}))
     planned = plan(epsilon=1.0, delta=1e-5, parameters=1000)
     check(Plan(**{**vars(planned), "advice": attack}))
 

@@ -8,7 +8,6 @@ leaves it to ``make test-slow``; ``<!-- no test: why -->`` leaves it out.
 
 import doctest
 import importlib
-import io
 import json
 import os
 import re
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ import pytest
 import expunge
 import expunge.linear_model
 from expunge.jobs import tables
-from tests.helpers.job_folder import make_environment
+from tests.helpers.job_folder import call, make_environment
 from tests.jobs.test_examples import run_python
 
 ROOT = Path(__file__).parents[1]
@@ -121,16 +119,14 @@ class Session:
                 words, 0, run_python(words, Path.cwd(), self.patch), ""
             )
         elif program in COMMANDS and not re.search(r"[|><;&]", command):
-            done = call_here(program, words)
+            main = importlib.import_module(COMMANDS[program]).main
+            done = call(*words, program=program, main=main)
         else:
             path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
             done = subprocess.run(
-                ["bash", "-c", command],
-                capture_output=True,
-                text=True,
-                check=False,
+                ["bash", "-c", command], capture_output=True, text=True, check=False,
                 env=make_environment(PATH=path),
-            )
+            )  # fmt: skip
         shown = [done.stdout, done.stderr, done.stderr + done.stdout, done.stdout + done.stderr]
         refused = expected.startswith("expunge: ")
         assert (done.returncode != 0) == refused, f"{where}: {command}\n{done.stderr}"
@@ -139,32 +135,15 @@ class Session:
         assert matches or not expected.strip(), f"{where}: {command}\n{shown[-1]}"
 
 
-def call_here(program: str, words: list[str]) -> subprocess.CompletedProcess[str]:
-    """A command without a process of its own: torch is imported already."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
-    with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [program, *words])
-        try:
-            importlib.import_module(COMMANDS[program]).main()
-        except SystemExit as stop:
-            code = int(stop.code or 0)
-    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
+WHOLE = [pytest.param(name, True, marks=pytest.mark.slow) for name in list_pages(slow=True)]
+MARKED = [*((name, False) for name in list_pages(slow=False)), *WHOLE]
 
 
-@pytest.mark.parametrize("name", list_pages(slow=False))
-def test_a_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(("name", "whole"), MARKED)
+def test_a_page_runs(tmp_path: Path, monkeypatch: Any, name: str, whole: bool) -> None:
     session = Session(name, tmp_path, monkeypatch)
     for block in read_blocks(PAGES[name]):
-        if not block.mark:
-            session.run(block)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list_pages(slow=True))
-def test_a_whole_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    session = Session(name, tmp_path, monkeypatch)
-    for block in read_blocks(PAGES[name]):
-        if block.mark != "no test":
+        if not block.mark or (whole and block.mark == "slow"):
             session.run(block)
 
 

@@ -79,9 +79,7 @@ def test_names_need_no_glossary():
 def test_no_registry_is_named():
     """Packages come by name, from wherever a machine is set up to find them."""
     hosts = re.compile(r"https?://[\w.]*(pypi|npmjs|debian|pythonhosted)[\w.]*")
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split("\n")
+    listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
     for name in listed:
         path = ROOT / name
         if path.suffix in (".py", ".toml", ".md", ".txt", ".yml", "") and path.is_file():

@@ -1,14 +1,17 @@
 """What tests of the ledger share: workers that die where a test says, and what must always hold."""
 
 import sqlite3
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 from sqlalchemy import update
 
 import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.database import connected
 from expunge_ledger.schema import LEASES
+from expunge_ledger.work import Done
 
 
 class Killed(BaseException):
@@ -17,6 +20,55 @@ class Killed(BaseException):
 
 def die(*given: Any, **more: Any) -> None:
     raise Killed
+
+
+def die_at(owner: object, name: str, work: Callable[..., object], *given: Any) -> None:
+    """Work is killed as it comes to this function."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, die)
+        with pytest.raises(Killed):
+            work(*given)
+
+
+def file(ledger: Ledger, *people: str) -> None:
+    """A request of each."""
+    for person in people:
+        ledger.request(person)
+
+
+def forget(ledger: Ledger, *people: str) -> Done:
+    """File their requests, and work on the one model that there is."""
+    file(ledger, *people)
+    (done,) = ledger.work()
+    return done
+
+
+def work_with(ledger: Ledger, owner: object, name: str, other: Callable[..., object]) -> Done:
+    """A round of work with another function in the place of this one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, other)
+        (done,) = ledger.work()
+    return done
+
+
+def check_fails(ledger: Ledger, *said: str) -> None:
+    """The next round of work answers nobody, and says why."""
+    (done,) = ledger.work()
+    assert done.failed
+    for one in said:
+        assert one in done.failed
+
+
+def check_refused(said: str, call: Callable[..., object], *given: Any, **more: Any) -> None:
+    with pytest.raises(expunge.InputError, match=said):
+        call(*given, **more)
+
+
+def check_differs(said: str, *calls: Callable[[], object]) -> None:
+    """Each call finds what was changed, and names it."""
+    for call in calls:
+        with pytest.raises(expunge.VerificationError, match=said):
+            call()
 
 
 def let_lease_end(ledger: Ledger) -> None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -114,9 +115,22 @@ class Life:
 
     def ask(self, who: str | None, method: str, path: str, data: Any = None, **more: Any) -> Any:
         """An answer of the API to one of the tokens."""
-        headers = {} if who is None else {"Authorization": f"Bearer {self.tokens.get(who, who)}"}
+        headers = {} if who is None else self.bearer(who)
         given = {} if data is None else {"json": data}
         return self.client.request(method, f"/api{path}", headers=headers, **given, **more)
+
+    def bearer(self, who: str) -> dict[str, str]:
+        """The header that one of the tokens is sent in."""
+        return {"Authorization": f"Bearer {self.tokens.get(who, who)}"}
+
+    def let_work(self, model: str) -> Any:
+        """Press the button; what the desk says at the end."""
+        self.ask("operator", "POST", f"/models/{model}/work")
+        until = time.monotonic() + 120
+        while not (now := self.ask("operator", "GET", "/work").json()[0])["over"]:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        return now
 
     def file(self, who: str, person: str, **given: Any) -> int:
         """The number of a request that is filed."""

@@ -92,11 +92,6 @@ def test_what_fails_says_so(state: Path, tmp_path: Path) -> None:
     call("work")
 
 
-@pytest.mark.parametrize("words", ["list", "request person-1", "register shop /nowhere"])
-def test_before_there_is_a_ledger(words: str) -> None:
-    assert "there is no ledger at" in call(*words.split(), code=2)
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [

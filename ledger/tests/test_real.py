@@ -9,7 +9,7 @@ import pytest
 import expunge
 from expunge.linear_model import LogisticRegression, Ridge
 from expunge_ledger import Ledger, models
-from ledger.tests.life import Killed, check_answers, die, list_states
+from ledger.tests import life
 
 
 def make_linear(kind: type, folder: Path, people: int = 30) -> Path:
@@ -23,54 +23,43 @@ def make_linear(kind: type, folder: Path, people: int = 30) -> Path:
 
 
 @pytest.mark.parametrize("kind", [Ridge, LogisticRegression])
-def test_linear_models(
-    url: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_linear_models(url: str, kind: type, tmp_path: Path) -> None:
     state = make_linear(kind, tmp_path / "state")
     shutil.copytree(state, tmp_path / "backup")
     with Ledger.create(url, key=tmp_path / "key") as ledger:
         ledger.register("shop", state)
         with pytest.raises(expunge.InputError, match="no copy of that of the model shop"):
             ledger.register("copy", tmp_path / "backup")
-        for name in ("person-1", "person-2", "nobody", "Person-3"):
-            ledger.request(name)
-        (done,) = ledger.work()
+        done = life.forget(ledger, "person-1", "person-2", "nobody", "Person-3")
         assert (done.failed, done.forgotten, done.not_held) == (None, 2, 1)
-        assert list_states(ledger)[4] == "open"
+        assert life.list_states(ledger)[4] == "open"
         ledger.withdraw(4)
-        ledger.request("person-1")
-        ledger.request("person-5")
-        with monkeypatch.context() as patch:
-            patch.setattr(expunge.Release, "save", die)
-            with pytest.raises(Killed):
-                ledger.work()
+        life.file(ledger, "person-1", "person-5")
+        life.die_at(expunge.Release, "save", ledger.work)
         (done,) = ledger.work()  # the state has forgotten, the release was not written
         assert (done.failed, done.forgotten) == (None, 1)
         assert ledger.get(5).answers[0].outcome == "already forgotten"
-        check_answers(ledger)
+        life.check_answers(ledger)
         shutil.rmtree(state)
         shutil.copytree(tmp_path / "backup", state)
         assert ledger.check("shop").returned == (1, 2, 6)
         ledger.request("person-9")
-        (done,) = ledger.work()
-        assert "people again who were forgotten" in (done.failed or ""), done
+        life.check_fails(ledger, "people again who were forgotten")
         assert ledger.replay("shop").forgotten == 3
         (done,) = ledger.work()
         assert (done.failed, done.forgotten) == (None, 1)
-        check_answers(ledger)
+        life.check_answers(ledger)
 
 
 def test_what_is_gone_from_a_release_is_named(tmp_path: Path) -> None:
     state = make_linear(Ridge, tmp_path / "state")
     with Ledger.create(f"sqlite:///{tmp_path}/l.db") as ledger:
         ledger.register("shop", state)
-        ledger.request("person-1")
-        (done,) = ledger.work()
+        done = life.forget(ledger, "person-1")
         assert done.directory is not None
         ledger.verify()
         (done.directory / "estimator.json").unlink()
-        with pytest.raises(expunge.VerificationError, match=r"has no estimator\.json any more"):
-            ledger.verify()
+        life.check_differs(r"has no estimator\.json any more", ledger.verify)
 
 
 def test_a_damaged_state_is_not_nobody(tmp_path: Path) -> None:
@@ -86,7 +75,7 @@ def test_a_damaged_state_is_not_nobody(tmp_path: Path) -> None:
             path.rename(tmp_path / "kept")
             (done,) = ledger.work()
             assert done.failed, path
-            assert list_states(ledger) == {1: "open"}
+            assert life.list_states(ledger) == {1: "open"}
             (tmp_path / "kept").rename(path)
         (done,) = ledger.work()
         assert done.not_held == 1

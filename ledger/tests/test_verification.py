@@ -12,7 +12,7 @@ import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.chain import START, hash_event
 from expunge_ledger.tables import Tables
-from ledger.tests.life import check_answers, list_states
+from ledger.tests.life import check_answers, check_differs, forget, list_states
 
 
 def live(ledger: Ledger) -> None:
@@ -81,8 +81,7 @@ def test_what_was_changed_is_found(small: Ledger, name: str) -> None:
 def test_what_was_changed_is_found_on_both(ledger: Ledger, name: str) -> None:
     live(ledger)
     change(ledger, CHANGES[name])
-    with pytest.raises(expunge.VerificationError, match="the ledger does not hold: "):
-        ledger.verify()
+    check_differs("the ledger does not hold: ", ledger.verify)
 
 
 def test_a_chain_written_anew_has_no_macs(small: Ledger) -> None:
@@ -99,8 +98,7 @@ def test_a_chain_written_anew_has_no_macs(small: Ledger) -> None:
         raw.execute("UPDATE book SET head = ?", (previous,))
         raw.execute("UPDATE requests SET ended = '2020-01-01T00:00:00+00:00' WHERE number = 3")
     raw.close()
-    with pytest.raises(expunge.VerificationError, match="not written with the key"):
-        small.verify()
+    check_differs("not written with the key", small.verify)
 
 
 def copy_database(ledger: Ledger, target: Path) -> None:
@@ -124,16 +122,13 @@ def test_an_older_copy_is_found_and_survived(small: Ledger, tmp_path: Path) -> N
     small.request("person-1")
     copy_database(small, tmp_path / "copy.db")
     small.work()
-    small.request("person-2")
-    small.work()
+    forget(small, "person-2")
     with restore(small, tmp_path / "copy.db", tmp_path / "ledger.key") as old:
-        with pytest.raises(expunge.VerificationError, match="an older copy was restored"):
-            old.verify()
+        check_differs("an older copy was restored", old.verify)
         assert list_states(old) == {1: "open"}
         (done,) = old.work()
         assert (done.forgotten, done.release) == (1, 3)
-        with pytest.raises(expunge.VerificationError, match="that this ledger does not know"):
-            old.verify()
+        check_differs("that this ledger does not know", old.verify)
         old.accept("the disk died; the copy of Monday was restored")
         check_answers(old)
 
@@ -156,17 +151,15 @@ def test_a_certificate_that_was_changed_is_found(small: Ledger) -> None:
     path = small.models("shop")[0].releases[0].directory / "certificate.json"
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"cpu"', b'"gpu"'))
-    with pytest.raises(expunge.VerificationError, match="does not hold"):
-        small.verify()
+    check_differs("does not hold", small.verify)
     small.verify(certificates=False)
     path.write_bytes(data)
     small.verify()
 
 
 def test_only_the_last_release_needs_its_weights(small: Ledger) -> None:
-    for i in (1, 2):
-        small.request(f"person-{i}")
-        small.work()
+    for person in ("person-1", "person-2"):
+        forget(small, person)
     first, last = small.models("shop")[0].releases
     (first.directory / "model.safetensors").unlink()
     small.verify()
@@ -181,14 +174,12 @@ def test_an_event_that_nobody_knows_is_refused(small: Ledger) -> None:
 
 
 def test_an_anchor_of_another_ledger_is_found(small: Ledger) -> None:
-    small.request("person-1")
-    (done,) = small.work()
+    done = forget(small, "person-1")
     assert done.directory is not None
     path = done.directory / "ledger.json"
     said = json.loads(path.read_text())
     path.write_text(json.dumps(said | {"ledger": "0" * 64}))
-    with pytest.raises(expunge.VerificationError, match="is of another ledger"):
-        small.verify()
+    check_differs("is of another ledger", small.verify)
     path.write_text("{")
     with pytest.raises(expunge.CertificateError, match="is damaged"):
         small.verify()

@@ -17,14 +17,13 @@ from expunge_ledger.database import connected
 from expunge_ledger.models import check_release
 from expunge_ledger.schema import LEASES, SECRETS
 from expunge_ledger.work import Worker
-from ledger.tests.life import Killed, check_answers, die, let_lease_end, list_states
+from ledger.tests import life
+from ledger.tests.life import check_fails, die_at, file, forget, list_states
 from ledger.tests.stand_in import FILE, StandIn, learn_again, make_state
 
 
 def test_all_open_requests_are_one_release(ledger: Ledger, state: Path) -> None:
-    for i in (3, 5, 9):
-        ledger.request(f"person-{i}")
-    ledger.request("nobody")
+    file(ledger, "person-3", "person-5", "person-9", "nobody")
     said = list[str]()
     (done,) = ledger.work(report=lambda model, stage: said.append(f"{model} {stage}"))
     assert (done.forgotten, done.not_held, done.release) == (3, 1, 1), done
@@ -37,30 +36,27 @@ def test_all_open_requests_are_one_release(ledger: Ledger, state: Path) -> None:
     assert ledger.get(4).answer == "held in none"
     assert not ledger.work()
     assert (place / "ledger.json").exists()
-    check_answers(ledger)
+    life.check_answers(ledger)
 
 
 def test_who_was_forgotten_is_answered_by_the_earlier_certificate(ledger: Ledger) -> None:
-    ledger.request("person-1")
-    ledger.work()
+    forget(ledger, "person-1")
     assert ledger.request("person-1").new
     (done,) = ledger.work()
     assert (done.already, done.release) == (1, None)
     ours, before = ledger.get(2).answers[0], ledger.get(1).answers[0]
     assert (ours.outcome, ours.certificate) == ("already forgotten", before.certificate)
     assert ledger.get(2).answer == "forgotten"
-    check_answers(ledger)
+    life.check_answers(ledger)
 
 
 def test_an_earlier_certificate_that_does_not_hold_answers_nobody(
     ledger: Ledger, state: Path
 ) -> None:
     """The state still says that they are forgotten: a new certificate names them."""
-    ledger.request("person-1")
-    ledger.work()
+    forget(ledger, "person-1")
     (state.with_name("state-releases") / "0001" / "record.json").unlink()
-    ledger.request("person-1")
-    (done,) = ledger.work()
+    done = forget(ledger, "person-1")
     assert (done.forgotten, done.already, done.release) == (1, 0, 2)
     assert done.directory is not None
     check_release(done.directory, ["person-1"])
@@ -70,16 +66,14 @@ def test_who_was_forgotten_without_the_ledger_is_named_by_a_new_certificate(
     ledger: Ledger, state: Path, tmp_path: Path
 ) -> None:
     StandIn(state).forget(["person-4"]).save(tmp_path / "outside")
-    ledger.request("person-4")
-    (done,) = ledger.work()
+    done = forget(ledger, "person-4")
     assert (done.forgotten, done.not_held) == (1, 0)
 
 
 def test_a_model_that_cannot_be_read_is_no_answer(ledger: Ledger, tmp_path: Path) -> None:
     other = make_state(tmp_path / "other")
     ledger.register("other", other)
-    ledger.request("nobody")
-    ledger.request("person-1")
+    file(ledger, "nobody", "person-1")
     (other / FILE).rename(tmp_path / FILE)
     first, second = ledger.work()
     assert (first.failed, first.forgotten) == (None, 1)
@@ -90,7 +84,7 @@ def test_a_model_that_cannot_be_read_is_no_answer(ledger: Ledger, tmp_path: Path
     (done,) = ledger.work()
     assert (done.model, done.forgotten, done.not_held) == ("other", 1, 1)
     assert (ledger.get(1).answer, ledger.get(2).answer) == ("held in none", "forgotten")
-    check_answers(ledger)
+    life.check_answers(ledger)
 
 
 def test_without_models_nobody_is_held_in_none(url: str, state: Path, tmp_path: Path) -> None:
@@ -101,7 +95,7 @@ def test_without_models_nobody_is_held_in_none(url: str, state: Path, tmp_path: 
         ledger.register("shop", state)
         (done,) = ledger.work()
         assert done.forgotten == 1
-        check_answers(ledger)
+        life.check_answers(ledger)
 
 
 def test_a_request_for_one_model_leaves_the_others_alone(ledger: Ledger, tmp_path: Path) -> None:
@@ -124,8 +118,7 @@ def test_batches_by_size_and_by_due_date(ledger: Ledger) -> None:
     assert done.requests == (urgent.number,)
     (done,) = ledger.work(least=3)
     assert done.requests == (3, 4, 5)
-    with pytest.raises(expunge.InputError, match="most is 0"):
-        ledger.work(most=0)
+    life.check_refused("most is 0", ledger.work, most=0)
 
 
 DEATHS = [
@@ -140,35 +133,33 @@ DEATHS = [
 def test_a_death_anywhere_is_survived(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch, module: object, name: str, when: str
 ) -> None:
-    for i in (1, 2):
-        ledger.request(f"person-{i}")
-    ledger.request("nobody")
+    file(ledger, "person-1", "person-2", "nobody")
     real = getattr(module, name)
 
     def kill(*given: object, **more: object) -> None:
         if when == "after":
             real(*given, **more)
-        raise Killed
+        raise life.Killed
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, kill)
         patch.setattr(Worker, "give_back", lambda self: None)
-        with pytest.raises(Killed):
+        with pytest.raises(life.Killed):
             ledger.work()
     assert ledger.work() == ()
     ledger.verify()
-    let_lease_end(ledger)
+    life.let_lease_end(ledger)
     ledger.request("person-3")
     while ledger.work():
         pass
     assert set(list_states(ledger).values()) == {"answered"}
     assert ledger.get(3).answer == "held in none"
-    check_answers(ledger)
+    life.check_answers(ledger)
     named = [n for release in ledger.models("shop")[0].releases for n in release.requests]
     assert sorted(named) == [1, 2, 4]
 
 
-def test_two_workers_never_take_the_same(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_workers_never_take_the_same(ledger: Ledger) -> None:
     ledger.request("person-1")
     one, two = Worker(ledger, "shop"), Worker(ledger, "shop")
     assert one.take()
@@ -179,20 +170,14 @@ def test_two_workers_never_take_the_same(ledger: Ledger, monkeypatch: pytest.Mon
     one.give_back()
     assert two.take()
     two.give_back()
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model, "forget", die)
-        with pytest.raises(Killed):
-            ledger.work()
-    with pytest.raises(expunge.InputError, match="being worked on"):
-        ledger.withdraw(1)
+    die_at(models.Model, "forget", ledger.work)
+    life.check_refused("being worked on", ledger.withdraw, 1)
 
 
 @pytest.mark.parametrize(
     "moment", ["_look", "_find_history", "finish", "complete", "check_release"]
 )
-def test_a_worker_that_was_only_slow(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
+def test_a_worker_that_was_only_slow(ledger: Ledger, moment: str) -> None:
     """Its lease ended, another went on and finished: it answers nothing a second time."""
     ledger.request("person-1")
     module = models if moment == "check_release" else Worker
@@ -201,18 +186,17 @@ def test_a_worker_that_was_only_slow(
     def sleep(*given: object, **more: object) -> object:
         if not slept:
             slept.append(1)
-            let_lease_end(ledger)
+            life.let_lease_end(ledger)
             done = Worker(ledger, "shop").work()
             assert done is not None
             assert done.forgotten == 1, done
         return real(*given, **more)
 
-    monkeypatch.setattr(module, moment, sleep)
-    (done,) = ledger.work()
+    done = life.work_with(ledger, module, moment, sleep)
     assert (done.forgotten == 1) != bool(done.failed) or moment == "finish"
     assert list_states(ledger) == {1: "answered"}
     assert len(ledger.models("shop")[0].releases) == 1
-    check_answers(ledger)
+    life.check_answers(ledger)
 
 
 def test_a_worker_that_lives_is_not_taken_for_dead(
@@ -260,13 +244,12 @@ def test_a_full_disk_under_the_release(
     ledger.request("person-1")
     with monkeypatch.context() as patch:
         patch.setattr(Saving, "save", fill)
-        (done,) = ledger.work()
-    assert "No space left" in (done.failed or "")
+        check_fails(ledger, "No space left")
     assert list_states(ledger) == {1: "running"}
     ledger.verify()
     (done,) = ledger.work()
     assert (done.forgotten, done.failed) == (1, None)
-    check_answers(ledger)
+    life.check_answers(ledger)
 
 
 def test_a_release_that_cannot_begin_is_given_up(
@@ -276,9 +259,7 @@ def test_a_release_that_cannot_begin_is_given_up(
         raise expunge.InputError("ids is 'person-1'; it must be somebody else")
 
     ledger.request("person-1")
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model, "forget", refuse)
-        (done,) = ledger.work()
+    done = life.work_with(ledger, models.Model, "forget", refuse)
     assert done.failed == "ids is the person of 1; it must be somebody else"
     assert list_states(ledger) == {1: "open"}
     assert ledger.withdraw(1).state == "withdrawn"
@@ -286,8 +267,7 @@ def test_a_release_that_cannot_begin_is_given_up(
 
 
 def test_names_that_are_needed_no_more_are_gone(ledger: Ledger) -> None:
-    for name in ("person-1", "nobody", "person-2", "person-3"):
-        ledger.request(name)
+    file(ledger, "person-1", "nobody", "person-2", "person-3")
     ledger.refuse(3, "no")
     ledger.withdraw(4)
     ledger.work()
@@ -300,9 +280,8 @@ def test_names_that_are_needed_no_more_are_gone(ledger: Ledger) -> None:
 def restored(ledger: Ledger, state: Path, tmp_path: Path) -> Ledger:
     """Two were forgotten, then the state of before was restored."""
     shutil.copytree(state, tmp_path / "backup")
-    for i in (3, 4):
-        ledger.request(f"person-{i}")
-        ledger.work()
+    for person in ("person-3", "person-4"):
+        forget(ledger, person)
     assert ledger.check(state).returned == ()
     shutil.rmtree(state)
     shutil.copytree(tmp_path / "backup", state)
@@ -314,8 +293,7 @@ def test_a_backup_is_caught_and_replayed(restored: Ledger, state: Path, tmp_path
     assert (found.model, found.forgotten, found.returned) == ("shop", 2, (1, 2))
     assert restored.check(tmp_path / "backup").returned == (1, 2)
     restored.request("person-9")
-    (done,) = restored.work()
-    assert "holds 2 people again who were forgotten (requests 1, 2)" in (done.failed or "")
+    check_fails(restored, "holds 2 people again who were forgotten (requests 1, 2)")
     assert list_states(restored)[3] == "open"
     done = restored.replay("shop")
     assert (done.forgotten, done.release) == (2, 3)
@@ -327,17 +305,14 @@ def test_a_backup_is_caught_and_replayed(restored: Ledger, state: Path, tmp_path
 
 
 def test_who_comes_back_on_purpose_may_stay(small: Ledger, state: Path) -> None:
-    small.request("person-3")
-    small.work()
+    forget(small, "person-3")
     learn_again(state, "person-3")
     assert small.check("shop").returned == (1,)
-    with pytest.raises(expunge.InputError, match="the last one by which shop forgot somebody"):
-        small.readmit(7, "shop")
+    life.check_refused("the last one by which shop forgot somebody", small.readmit, 7, "shop")
     small.readmit(1, "shop")
     assert small.check("shop").returned == ()
     small.verify()
-    small.request("person-3")
-    (done,) = small.work()
+    done = forget(small, "person-3")
     assert done.forgotten == 1
     learn_again(state, "person-3")
     assert small.check("shop").returned == (2,)
@@ -349,17 +324,12 @@ def test_a_backup_under_work_that_was_killed(
 ) -> None:
     """Work does not release it; replay names who came back, and nobody is lost."""
     shutil.copytree(state, tmp_path / "backup")
-    small.request("person-3")
-    small.work()
+    forget(small, "person-3")
     small.request("person-5")
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model if moment == "forget" else Worker, moment, die)
-        with pytest.raises(Killed):
-            small.work()
+    die_at(models.Model if moment == "forget" else Worker, moment, small.work)
     shutil.rmtree(state)
     shutil.copytree(tmp_path / "backup", state)
-    (done,) = small.work()
-    assert done.failed
+    check_fails(small)
     small.replay("shop")
     while small.work():
         pass
@@ -375,8 +345,7 @@ def test_a_model_is_retired(ledger: Ledger, tmp_path: Path) -> None:
     ledger.work()
     ledger.request("person-35")
     ledger.request("person-36", model="old")
-    with pytest.raises(expunge.InputError, match="why nobody uses the model any more"):
-        ledger.retire("old", " ")
+    life.check_refused("why nobody uses the model any more", ledger.retire, "old", " ")
     assert ledger.retire("old", "switched off on 1 November, weights deleted") == (2, 3)
     (event,) = [one for one in ledger.events() if one.kind == "retired"]
     assert "switched off" not in str(event.body)
@@ -401,14 +370,10 @@ def test_a_model_is_retired(ledger: Ledger, tmp_path: Path) -> None:
             call()
 
 
-def test_a_model_at_work_is_not_retired(small: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_at_work_is_not_retired(small: Ledger) -> None:
     small.request("person-1")
-    with monkeypatch.context() as patch:
-        patch.setattr(Worker, "complete", die)
-        with pytest.raises(Killed):
-            small.work()
-    with pytest.raises(expunge.InputError, match="has work that began"):
-        small.retire("shop", "gone")
+    die_at(Worker, "complete", small.work)
+    life.check_refused("has work that began", small.retire, "shop", "gone")
     small.work()
     assert small.retire("shop", "gone") == ()
     assert small.get(1).answer == "forgotten"

@@ -26,12 +26,8 @@ def close_above(ours: float, exact: str, relative: float = 1e-9) -> bool:
 
 def test_sections() -> None:
     assert {key: len(rows) for key, rows in GOLDEN.items() if isinstance(rows, list)} == {
-        "delta": 14,
-        "epsilon": 8,
-        "mu": 7,
-        "contraction": 7,
-        "iteration": 6,
-    }
+        "delta": 14, "epsilon": 8, "mu": 7, "contraction": 7, "iteration": 6,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("row", GOLDEN["delta"], ids=str)
@@ -54,10 +50,8 @@ def test_epsilon(row: dict) -> None:
 
 @pytest.mark.parametrize("row", GOLDEN["mu"], ids=str)
 def test_mu(row: dict) -> None:
-    exact, ours = (
-        mpmath.mpf(row["mu"]),
-        mpmath.mpf(float(gaussian.mu(row["epsilon"], row["delta"]))),
-    )
+    exact = mpmath.mpf(row["mu"])
+    ours = mpmath.mpf(float(gaussian.mu(row["epsilon"], row["delta"])))
     assert exact * (1 - mpmath.mpf("1e-9")) <= ours <= exact
 
 

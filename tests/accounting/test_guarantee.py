@@ -237,27 +237,21 @@ class TestExecution:
             assert str(error.value) == sentence
 
 
-class TestQuestions:
-    def test_one_of_two(self) -> None:
-        for given in ({}, {"delta": 0.1, "epsilon": 1.0}):
-            with pytest.raises(InputError) as error:
-                guarantee(clip_gradients(), **given)
-            assert str(error.value) == "give either delta or epsilon: the other one is computed"
+EITHER = "give either delta or epsilon: the other one is computed"
+QUESTIONS = [
+    ({}, EITHER), ({"delta": 0.1, "epsilon": 1.0}, EITHER),
+    ({"delta": 0.1, "compared_to": "zero"},
+     "compared_to is 'zero'; it must be 'retrained' or 'centre'"),
+    *(({"delta": delta}, f"delta is {delta!r}; it must be a number in (0, 1)")
+      for delta in (0, 1, -0.1, 2.0, math.nan, True, "0.1")),
+    *(({"epsilon": epsilon},
+       f"epsilon is {epsilon!r}; it must be a number in [0, 709] (e^epsilon must be finite)")
+      for epsilon in (-1.0, 710.0, math.inf, math.nan, True, "1")),
+]  # fmt: skip
 
-    @pytest.mark.parametrize("delta", [0, 1, -0.1, 2.0, math.nan, True, "0.1"])
-    def test_delta(self, delta) -> None:
-        with pytest.raises(InputError) as error:
-            guarantee(clip_gradients(), delta=delta)
-        assert str(error.value) == f"delta is {delta!r}; it must be a number in (0, 1)"
 
-    @pytest.mark.parametrize("epsilon", [-1.0, 710.0, math.inf, math.nan, True, "1"])
-    def test_epsilon(self, epsilon) -> None:
-        with pytest.raises(InputError) as error:
-            guarantee(clip_gradients(), epsilon=epsilon)
-        expected = f"epsilon is {epsilon!r}; it must be a number in [0, 709] "
-        assert str(error.value) == expected + "(e^epsilon must be finite)"
-
-    def test_compared_to(self) -> None:
-        with pytest.raises(InputError) as error:
-            guarantee(clip_gradients(), delta=0.1, compared_to="zero")
-        assert str(error.value) == "compared_to is 'zero'; it must be 'retrained' or 'centre'"
+@pytest.mark.parametrize(("given", "sentence"), QUESTIONS)
+def test_questions_that_are_none(given, sentence) -> None:
+    with pytest.raises(InputError) as error:
+        guarantee(clip_gradients(), **given)
+    assert str(error.value) == sentence

@@ -14,7 +14,7 @@ from expunge.accounting import gaussian
 from expunge.accounting.guarantee import guarantee, log_delta, mu
 from expunge.recipes import Execution, GradientClipping, ModelClipping, OutputPerturbation, schedule
 
-some = settings(max_examples=120, deadline=None, derandomize=True)
+some = settings(max_examples=120, derandomize=True)
 FACTORS = st.floats(1.0, 20.0)
 SLACK = 1e-9
 
@@ -28,15 +28,13 @@ def gradient_recipes(draw) -> GradientClipping:
         return draw(st.one_of(values, st.lists(values, min_size=steps, max_size=steps)))
 
     return GradientClipping(
-        start_clip=draw(positive),
-        grad_clip=draw(st.one_of(positive, zero)),
+        start_clip=draw(positive), grad_clip=draw(st.one_of(positive, zero)),
         learning_rate=series(st.floats(0, 0.09)),
-        weight_decay=draw(st.one_of(st.floats(0, 10), zero)),
-        steps=steps,
+        weight_decay=draw(st.one_of(st.floats(0, 10), zero)), steps=steps,
         noise_std=series(st.floats(0.01, 5)),
         start_noise_std=draw(st.one_of(st.floats(0.01, 5), zero)),
         model_clip=draw(st.one_of(positive, st.none())),
-    )
+    )  # fmt: skip
 
 
 @st.composite
@@ -45,14 +43,11 @@ def model_recipes(draw) -> ModelClipping:
     noise = st.floats(0.3, 5)
     start = draw(st.one_of(st.none(), st.floats(0.01, 5)))
     return ModelClipping(
-        model_clip=draw(st.floats(0.05, 5)),
-        learning_rate=0.1,
-        weight_decay=0.0,
+        model_clip=draw(st.floats(0.05, 5)), learning_rate=0.1, weight_decay=0.0,
         noise_std=draw(st.one_of(noise, st.lists(noise, min_size=steps, max_size=steps))),
-        steps=steps,
-        start_clip=start,
+        steps=steps, start_clip=start,
         start_noise_std=0.0 if start is None else draw(st.one_of(st.just(0.0), noise)),
-    )
+    )  # fmt: skip
 
 
 output_recipes = st.builds(
@@ -111,11 +106,9 @@ def test_larger_clips_never_help(recipe, factor, epsilon, compared_to) -> None:
 def test_a_prefix_is_never_better_than_the_whole(recipe, epsilon) -> None:
     assume(recipe.steps > 1)
     shorter = dataclasses.replace(
-        recipe,
-        steps=recipe.steps - 1,
-        noise_std=schedule(recipe.noise_std, recipe.steps)[:-1],
+        recipe, steps=recipe.steps - 1, noise_std=schedule(recipe.noise_std, recipe.steps)[:-1],
         learning_rate=schedule(recipe.learning_rate, recipe.steps)[:-1],
-    )
+    )  # fmt: skip
     assert no_worse(recipe, shorter, epsilon)
 
 
@@ -130,11 +123,9 @@ def test_splitting_a_step_s_noise_changes_nothing(recipe, share, data) -> None:
     parts = [sigma[at] * math.sqrt(share), sigma[at] * math.sqrt(1 - share)]
     plain = dataclasses.replace(recipe, model_clip=None)
     split = dataclasses.replace(
-        plain,
-        steps=recipe.steps + 1,
-        noise_std=sigma[:at] + parts + sigma[at + 1 :],
+        plain, steps=recipe.steps + 1, noise_std=sigma[:at] + parts + sigma[at + 1 :],
         learning_rate=[*gamma[: at + 1], 0.0, *gamma[at + 1 :]],
-    )
+    )  # fmt: skip
     assert mu(split) == pytest.approx(mu(plain), rel=1e-9)
 
 
@@ -163,21 +154,13 @@ def test_the_centre_is_never_further_than_the_retrained_model(recipe, delta) -> 
 
 
 @some
-@given(
-    recipes,
-    st.floats(0, 1),
-    st.floats(1e-15, 1e-3),
-    st.integers(2, 50),
-    st.floats(0, 20),
-)
+@given(recipes, st.floats(0, 1), st.floats(1e-15, 1e-3), st.integers(2, 50), st.floats(0, 20))
 def test_execution_only_ever_costs(recipe, rounding, tail, releases, epsilon) -> None:
     ideal = log_delta(recipe, epsilon)
     for execution in (
-        Execution(rounding=rounding),
-        Execution(tail_delta=tail),
-        Execution(releases=releases),
+        Execution(rounding=rounding), Execution(tail_delta=tail), Execution(releases=releases),
         Execution(rounding, tail, releases),
-    ):
+    ):  # fmt: skip
         found = log_delta(recipe, epsilon, execution=execution)
         assert found >= ideal - 1e-5 - 1e-11 * abs(ideal)
 

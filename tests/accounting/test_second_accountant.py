@@ -9,60 +9,17 @@ from hypothesis import strategies as st
 
 from expunge.accounting.guarantee import guarantee, mu
 from expunge.certificates.second_accountant import recompute
-from expunge.recipes import (
-    Execution,
-    GradientClipping,
-    LinearModel,
-    ModelClipping,
-    OutputPerturbation,
-    Recipe,
-    Retraining,
-    Sharding,
-)
+from expunge.recipes import Execution, GradientClipping, LinearModel, Recipe, Retraining, Sharding
+from tests.accounting.test_properties import recipes
 
-positive = st.floats(0.01, 3.0)
 GRADIENT = GradientClipping(
     start_clip=1.0, grad_clip=0.5, learning_rate=0.1, weight_decay=1.0, steps=4, noise_std=0.7
 )
 
 
-@st.composite
-def recipes(draw) -> Recipe:
-    steps = draw(st.integers(1, 12))
-    schedules = st.one_of(positive, st.lists(positive, min_size=steps, max_size=steps))
-    rates = st.one_of(
-        st.floats(1e-3, 0.3), st.lists(st.floats(0, 0.3), min_size=steps, max_size=steps)
-    )
-    start_noise = draw(st.sampled_from([0.0, 0.3, 2.0]))
-    match draw(st.sampled_from(["output", "gradient", "model"])):
-        case "output":
-            return OutputPerturbation(start_clip=draw(positive), noise_std=draw(positive))
-        case "gradient":
-            return GradientClipping(
-                start_clip=draw(positive),
-                grad_clip=draw(positive),
-                learning_rate=draw(rates),
-                weight_decay=draw(st.sampled_from([0.0, 0.5, 3.0])),
-                steps=steps,
-                noise_std=draw(schedules),
-                start_noise_std=start_noise,
-                model_clip=draw(st.sampled_from([None, 0.1, 1.0])),
-            )
-        case _:
-            return ModelClipping(
-                model_clip=draw(st.floats(0.05, 1.0)),
-                learning_rate=draw(rates),
-                weight_decay=1.0,
-                noise_std=draw(schedules),
-                steps=steps,
-                start_clip=0.7 if start_noise else draw(st.sampled_from([None, 0.7])),
-                start_noise_std=start_noise,
-            )
-
-
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
-    recipes(),
+    recipes,
     st.sampled_from(["retrained", "centre"]),
     st.sampled_from([0.0, 1e-4]),
     st.sampled_from([0.0, 1e-9]),
@@ -92,13 +49,11 @@ def test_long_and_extreme_runs_agree() -> None:
     rates = [1e-3 * (1 - t / 3000) for t in range(3000)]
     slow = replace(GRADIENT, steps=3000, learning_rate=rates, noise_std=[0.1 + r for r in rates])
     cases = [
-        slow,
-        replace(slow, model_clip=0.2),
-        replace(slow, model_clip=0.02),
+        slow, replace(slow, model_clip=0.2), replace(slow, model_clip=0.02),
         replace(GRADIENT, steps=10**5, weight_decay=1e-9),
         replace(GRADIENT, steps=10**5, weight_decay=0.0, start_noise_std=3.0),
         replace(GRADIENT, steps=1, model_clip=0.01),
-    ]
+    ]  # fmt: skip
     for recipe in cases:
         exact, _ = recompute(recipe, "retrained", Execution())
         assert exact * (1 - 1e-13) <= mu(recipe) <= exact * (1 + 1e-10)

@@ -16,7 +16,7 @@ from scipy.optimize import minimize
 from expunge.accounting.theorems import ENOUGH, iterate, mix, ratio
 from expunge.recipes import MAX_STEPS
 
-fast = settings(max_examples=150, deadline=None, derandomize=True)
+fast = settings(max_examples=150, derandomize=True)
 
 
 def solve_shifts(rho, s, sigma, D: float) -> float:
@@ -105,11 +105,8 @@ class TestBruteForce:
         rng = np.random.default_rng(2000 + seed)
         rho, s, sigma, D = draw_schedule(rng, int(rng.integers(1, 5)))
         sigma_0 = float(rng.uniform(0.05, 2))
-        front = ([1.0, *rho], [0.0, *s], [sigma_0, *sigma])
-        front = [np.array(column) for column in front]
-        solved = min(
-            solve_shifts(*(column[:t] for column in front), D) for t in range(1, len(rho) + 2)
-        )
+        front = np.array([[1.0, *rho], [0.0, *s], [sigma_0, *sigma]])
+        solved = min(solve_shifts(*front[:, :t], D) for t in range(1, len(rho) + 2))
         assert iterate(1 - rho, s, sigma, D, sigma_0) == pytest.approx(solved, rel=2e-6)
 
     @pytest.mark.parametrize("seed", range(40))
@@ -213,13 +210,6 @@ class TestRounding:
         if mpmath.mpf("1e-290") < exact < mpmath.mpf("1e140") and 1e-140 < sigma < 1e140:
             assert ours <= exact * (1 + mpmath.mpf("1e-11")) or sigma_0 > 1e140 * sigma
 
-    @pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-20, 1e20, 1e160, 1e300])
-    def test_scale_free(self, scale: float) -> None:
-        """Only ratios to the noise count."""
-        rho, s, sigma, D = draw_schedule(np.random.default_rng(3), 6)
-        plain = iterate(1 - rho, s, sigma, D)
-        assert iterate(1 - rho, s * scale, sigma * scale, D * scale) == pytest.approx(plain)
-
     def test_what_underflows_is_not_nothing(self) -> None:
         assert ratio(1e-200, 1e200) > 0
         assert ratio(0.0, 0.0) == 0
@@ -254,14 +244,6 @@ class TestMixing:
         assert mix(0.0, 1.0, np.array([math.inf, math.inf])) == 0
         one = mix(0.0, 1.0, np.array([2.0]))
         assert mix(0.0, 1.0, np.array([2.0, math.inf])) == pytest.approx(one)
-
-    @fast
-    @given(st.floats(0, 50), st.lists(st.floats(0.05, 60), min_size=1, max_size=6), st.floats(1, 3))
-    def test_more_steps_and_more_noise_never_hurt(self, epsilon, ratios, factor) -> None:
-        whole = mix(0.0, epsilon, np.array(ratios))
-        near = 1e-6 + 1e-11 * abs(whole)
-        assert whole <= mix(0.0, epsilon, np.array(ratios[:-1])) + near
-        assert mix(0.0, epsilon, np.array(ratios) / factor) <= whole + near
 
     def test_no_budget_is_too_small_to_be_counted(self) -> None:
         """Counting stopped at log δ < -5000: δ fell to 10^-682816, then rose to 10^-2274."""

@@ -8,6 +8,7 @@ whose noise is as stated lies in the interval, and that of a run with less noise
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -33,6 +34,23 @@ def bound_delta(
     return first.low - factor * second.high, first.high - factor * second.low
 
 
+def list_steps(recipe: GradientClipping) -> Iterator[tuple[float, float]]:
+    """Learning rate and noise of every step."""
+    columns = (schedule(v, recipe.steps) for v in (recipe.learning_rate, recipe.noise_std))
+    return zip(*columns, strict=True)
+
+
+def check_noise(run: Callable[..., np.ndarray], stated: float, epsilon: float, seed: int) -> None:
+    """``run(side, noise_factor, rng)``: the stated δ with all of the noise, more with 95 %."""
+    found = {}
+    for factor in (1.0, 0.95):
+        rng = np.random.default_rng(seed)
+        ahead, behind = (run(side, factor, rng) for side in (1.0, -1.0))
+        found[factor] = bound_delta(ahead, behind, epsilon)
+    assert found[1.0][0] <= stated <= found[1.0][1]
+    assert stated < found[0.95][0]
+
+
 def run_gradient_clipping(
     recipe: GradientClipping, side: float, noise_factor: float, rng: np.random.Generator
 ) -> np.ndarray:
@@ -40,11 +58,7 @@ def run_gradient_clipping(
     push = math.copysign(recipe.grad_clip, side)
     x = np.full(RUNS, side * recipe.start_clip)
     x += noise_factor * recipe.start_noise_std * rng.standard_normal(RUNS)
-    for gamma, sigma in zip(
-        schedule(recipe.learning_rate, recipe.steps),
-        schedule(recipe.noise_std, recipe.steps),
-        strict=True,
-    ):
+    for gamma, sigma in list_steps(recipe):
         x = x - gamma * (-push + recipe.weight_decay * x)
         x = x + noise_factor * sigma * rng.standard_normal(RUNS)
     return x
@@ -54,11 +68,7 @@ def law_of_gradient_clipping(recipe: GradientClipping, side: float) -> tuple[flo
     """Mean and variance of the last iterate."""
     mean, variance = side * recipe.start_clip, recipe.start_noise_std**2
     push = math.copysign(recipe.grad_clip, side)
-    for gamma, sigma in zip(
-        schedule(recipe.learning_rate, recipe.steps),
-        schedule(recipe.noise_std, recipe.steps),
-        strict=True,
-    ):
+    for gamma, sigma in list_steps(recipe):
         rho = 1 - gamma * recipe.weight_decay
         mean, variance = rho * mean + gamma * push, rho**2 * variance + sigma**2
     return mean, variance
@@ -91,14 +101,7 @@ def test_gradient_clipping_reaches_its_delta(name: str, epsilon: float) -> None:
     mean, variance = law_of_gradient_clipping(recipe, 1.0)
     assert mu(recipe) == pytest.approx(2 * mean / math.sqrt(variance), rel=1e-9)
     threshold = epsilon * variance / (2 * mean)
-    found = {}
-    for noise_factor in (1.0, 0.95):
-        rng = np.random.default_rng(20)
-        ahead = run_gradient_clipping(recipe, 1.0, noise_factor, rng) > threshold
-        behind = run_gradient_clipping(recipe, -1.0, noise_factor, rng) > threshold
-        found[noise_factor] = bound_delta(ahead, behind, epsilon)
-    assert found[1.0][0] <= stated <= found[1.0][1]
-    assert stated < found[0.95][0]
+    check_noise(lambda *how: run_gradient_clipping(recipe, *how) > threshold, stated, epsilon, 20)
 
 
 def test_compared_to_the_centre_the_other_start_is_zero() -> None:
@@ -155,14 +158,7 @@ def test_model_clipping_reaches_its_delta(noise, epsilon: float) -> None:
     )
     stated = guarantee(recipe, epsilon=epsilon).delta
     thresholds = mixing_thresholds(recipe, epsilon)
-    found = {}
-    for noise_factor in (1.0, 0.95):
-        rng = np.random.default_rng(22)
-        ahead = run_model_clipping(recipe, thresholds, 1.0, noise_factor, rng)
-        behind = run_model_clipping(recipe, thresholds, -1.0, noise_factor, rng)
-        found[noise_factor] = bound_delta(ahead, behind, epsilon)
-    assert found[1.0][0] <= stated <= found[1.0][1]
-    assert stated < found[0.95][0]
+    check_noise(lambda *how: run_model_clipping(recipe, thresholds, *how), stated, epsilon, 22)
 
 
 @pytest.mark.parametrize("seed", range(6))

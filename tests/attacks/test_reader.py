@@ -18,7 +18,7 @@ from expunge.certificates.record import Weights
 from expunge.certificates.release import Contents, describe_contents
 from expunge.errors import CertificateError, InputError, VerificationError
 from expunge.report.page import write_report
-from tests.helpers.job_folder import call, succeed
+from tests.helpers.job_folder import refuse, succeed
 from tests.helpers.sample_releases import (
     LATER,
     edit_json,
@@ -71,8 +71,6 @@ def write_weights(run: Path, change: Any) -> None:
 
 
 # --- replay
-
-
 def test_replay_of_weights_that_are_not_the_certificates(run) -> None:
     """Trained on everybody, and the record that names who left taken away."""
     everybody = expunge.Data(DATA.examples, ids=[*NAMES[:-1], "nobody"])
@@ -112,12 +110,8 @@ def test_replay_of_shards_reads_the_released_file(tmp_path) -> None:
 
 
 # --- the parent of a later run
-
-
 def test_an_edited_record_of_the_parent(run) -> None:
     """Without its leaves, forgotten people would come back unseen."""
-    with pytest.raises(InputError, match="whom the parent release forgot"):
-        expunge.retrain(build, DATA, forget=["user-4"], train=train, parent=run)
     edit_json(run / "record.json", lambda plain: plain["forget"].update(leaves=[]))
     with pytest.raises(CertificateError, match="leaves are not those of root, salt and count"):
         expunge.retrain(build, DATA, forget=["user-4"], train=train, parent=run)
@@ -151,8 +145,6 @@ def test_a_count_that_the_people_do_not_have(run) -> None:
 
 
 # --- chains
-
-
 @pytest.fixture(scope="module")
 def chain(made) -> tuple[Path, Path]:
     release = expunge.retrain(build, LEFT, forget=["user-4"], train=train, parent=made / "run")
@@ -185,10 +177,8 @@ def test_a_child_that_releases_the_weights_of_its_parent(chain, tmp_path) -> Non
 def test_the_same_people_named_again_release_the_same_weights(chain) -> None:
     """Retraining repeats itself: that is no fraud."""
     again = expunge.retrain(build, DATA, forget=["user-3"], train=train, parent=chain[0])
-    assert (
-        again.certificate.weights.after
-        == Certificate.load(chain[0] / "certificate.json").weights.after
-    )
+    before = Certificate.load(chain[0] / "certificate.json")
+    assert again.certificate.weights.after == before.weights.after
 
 
 def test_constituents_of_the_parent_although_people_left(tmp_path) -> None:
@@ -240,8 +230,6 @@ def test_a_parent_of_other_slices_is_another_ensemble(tmp_path) -> None:
 
 
 # --- what lies beside a release
-
-
 @pytest.mark.parametrize(
     "name",
     ["constituents/9/model.safetensors", "constituents/pytorch_model.bin", "constituents/0/x.pt"],
@@ -258,22 +246,6 @@ def test_constituents_that_were_planted(name, tmp_path) -> None:
     (run / name).write_bytes(b"")
     with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
         expunge.verify(run)
-
-
-@pytest.mark.parametrize("name", ["modules.json", "model_index.json", "model.tflite", "a.zip"])
-def test_more_that_programs_load(name, tmp_path) -> None:
-    save_release(tmp_path / "run")
-    (tmp_path / "run" / name).write_bytes(b"[]")
-    with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
-        expunge.verify(tmp_path / "run")
-
-
-def test_a_folder_of_models_beside_a_release_is_named(tmp_path) -> None:
-    save_release(tmp_path / "run")
-    (tmp_path / "run" / "other").mkdir()
-    (tmp_path / "run" / "other" / "model.safetensors").write_bytes(b"")
-    found = expunge.verify(tmp_path / "run")
-    assert "other files in this folder: other/ (in it model.safetensors)" in found.unchecked
 
 
 def test_what_was_not_looked_at_of_the_parent(tmp_path) -> None:
@@ -295,8 +267,6 @@ def test_what_was_not_looked_at_of_the_parent(tmp_path) -> None:
 
 
 # --- noisy runs of one old model
-
-
 def test_a_noisy_run_beside_whose_record_is_damaged(tmp_path) -> None:
     save_release(tmp_path / "one", "gradient-clipping")
     tensors = make_tensors(1)
@@ -316,16 +286,12 @@ def test_a_noisy_run_beside_whose_record_is_damaged(tmp_path) -> None:
 
 
 # --- what people read
-
-
 def test_show_says_that_it_only_claims_and_checks_the_digest(tmp_path) -> None:
     save_release(tmp_path / "run")
     shown = succeed("show", tmp_path / "run")
     assert shown.splitlines()[1] == "What it claims; expunge verify checks it."
     edit_json(tmp_path / "run" / "certificate.json", lambda c: c.update(seed=5), seal=False)
-    done = call("show", tmp_path / "run")
-    assert done.returncode == 1
-    assert "digest is" in done.stderr
+    assert "digest is" in refuse("show", tmp_path / "run", code=1)
 
 
 def test_numbers_of_metrics_are_parts_of_all(tmp_path) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import time
 import warnings
-from collections.abc import Callable
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,35 +14,10 @@ import pytest
 from torch import nn
 
 from expunge import ExpungeError, verify
+from tests.helpers.deaths import flip_bit, kill_at, restore_parts
 from tests.helpers.small_shards import hash_release, make, make_data, train, train_fresh
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-STEPS = ("fsync", "replace", "unlink", "open")
-
-
-def kill_at(step: int, work: Callable[[], object]) -> bool:
-    """Run ``work`` in a child that dies at its ``step``-th call of the system; whether it did."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    count = 0
-
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
-        def run(*given: object, **named: object) -> object:
-            nonlocal count
-            count += 1
-            if count == step:
-                os._exit(9)
-            return call(*given, **named)
-
-        return run
-
-    try:
-        for name in STEPS:
-            setattr(os, name, dying(getattr(os, name)))
-        work()
-    finally:
-        os._exit(0)
 
 
 def test_kills_at_twenty_moments_of_learning_and_forgetting(tmp_path: Path) -> None:
@@ -120,14 +93,7 @@ def test_two_hundred_flipped_bits(tmp_path: Path) -> None:
     ensemble.forget(["user-3"], make_data())
     draw = random.Random(0)
     for _ in range(200):
-        shutil.rmtree(tmp_path / "state", ignore_errors=True)
-        shutil.copytree(tmp_path / "start", tmp_path / "state")
-        files = [p for p in (tmp_path / "state").rglob("*") if p.is_file() and p.stat().st_size]
-        file = draw.choice(sorted(files))
-        data = bytearray(file.read_bytes())
-        at = draw.randrange(len(data) * 8)
-        data[at // 8] ^= 1 << at % 8
-        file.write_bytes(data)
+        file = flip_bit(tmp_path / "start", tmp_path / "state", draw)
         found = ask(tmp_path / "state")
         assert isinstance(found, str)
         assert f"{file.name} is not what was written; restore the whole folder" in found
@@ -151,12 +117,7 @@ def test_a_hundred_part_restores(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "state", target)
         groups = sorted({p.relative_to(old).as_posix().split(".")[0] for p in old.rglob("*.*")})
         chosen = groups if trial % 4 == 0 else [g for g in groups if draw.random() < 0.4]
-        for group in chosen:
-            if draw.random() < 0.3:
-                for file in target.glob(f"{group}.*"):
-                    file.unlink()
-            for file in old.glob(f"{group}.*"):
-                shutil.copy(file, target / file.relative_to(old))
+        restore_parts(old, target, chosen, lambda _: draw.random() < 0.3)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = ask(target)
@@ -179,11 +140,7 @@ def test_a_whole_backup_under_a_newer_list_takes_the_request_again(tmp_path: Pat
         if file.is_file():
             shutil.copy(file, tmp_path / "state" / file.relative_to(tmp_path / "old"))
     again = make(tmp_path / "state")
-    for call in (
-        again.release,
-        lambda: again.learn(data),
-        lambda: again.forget(["user-4"], data),
-    ):
+    for call in (again.release, lambda: again.learn(data), lambda: again.forget(["user-4"], data)):
         with pytest.raises(ExpungeError, match="1 of the forgotten are in the state"):
             call()
     release = again.forget(["user-3"], data)

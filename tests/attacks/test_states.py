@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +16,9 @@ from expunge.errors import ExpungeError
 from expunge.files import new_folder, write_atomic
 from expunge.manifests import Announced, Entry, Manifest
 from expunge.states import State
+from tests.helpers.deaths import flip_bit, kill_at, restore_parts
 
 PEOPLE = [f"person-{i:02d}" for i in range(12)]
-STEPS = ("fsync", "replace", "unlink", "open", "mkdir")
 
 
 def place(person: str) -> str:
@@ -98,31 +96,6 @@ def begin(folder: Path) -> State:
     return state
 
 
-def kill_at(step: int, work: Callable[[], None]) -> bool:
-    """Run ``work`` in a child that dies at its ``step``-th call of the system; whether it did."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    count = 0
-
-    def dying(call: Callable[..., object]) -> Callable[..., object]:
-        def run(*given: object, **named: object) -> object:
-            nonlocal count
-            count += 1
-            if count == step:
-                os._exit(9)
-            return call(*given, **named)
-
-        return run
-
-    try:
-        for name in STEPS:
-            setattr(os, name, dying(getattr(os, name)))
-        work()
-    finally:
-        os._exit(0)
-
-
 @pytest.mark.parametrize("what", ["learn", "forget"])
 def test_kills_at_every_moment_lose_nothing_and_answer_nothing_twice(
     tmp_path: Path, what: str
@@ -175,21 +148,12 @@ def outcome(folder: Path) -> list[str] | str:
 
 def test_two_hundred_flipped_bits(tmp_path: Path) -> None:
     begin(tmp_path / "start")
-    draw, refused = random.Random(0), 0
+    draw = random.Random(0)
     for _ in range(200):
-        shutil.rmtree(tmp_path / "state", ignore_errors=True)
-        shutil.copytree(tmp_path / "start", tmp_path / "state")
-        files = [p for p in (tmp_path / "state").rglob("*") if p.is_file() and p.stat().st_size]
-        file = draw.choice(sorted(files))
-        data = bytearray(file.read_bytes())
-        at = draw.randrange(len(data) * 8)
-        data[at // 8] ^= 1 << at % 8
-        file.write_bytes(data)
+        file = flip_bit(tmp_path / "start", tmp_path / "state", draw)
         found = outcome(tmp_path / "state")
-        assert isinstance(found, str), (file, at)
+        assert isinstance(found, str), file
         assert file.name in found
-        refused += 1
-    assert refused == 200
 
 
 def test_a_hundred_part_restores(tmp_path: Path) -> None:
@@ -212,12 +176,7 @@ def test_a_hundred_part_restores(tmp_path: Path) -> None:
         chosen = [group for group in groups if draw.random() < 0.5] or ["manifest"]
         if trial % 3 == 0:
             chosen = groups
-        for group in chosen:
-            if draw.random() < 0.5 and group != "forgotten":  # in its place, not over it
-                for file in target.glob(f"{group}.*"):
-                    file.unlink()
-            for file in old.glob(f"{group}.*"):
-                shutil.copy(file, target / file.relative_to(old))
+        restore_parts(old, target, chosen, lambda g: draw.random() < 0.5 and g != "forgotten")
         found = outcome(target)
         if isinstance(found, str):
             assert "is damaged: " in found or "of the forgotten are in the state" in found

@@ -18,16 +18,13 @@ from tests.audit.defects import repeat_noise
 pytestmark = pytest.mark.usefixtures("one_thread")
 DELTA = 1e-5
 RECIPES = [
-    OutputPerturbation(1.0, 0.7),
-    GradientClipping(1.0, 2.0, 0.1, 3.0, 4, 0.5),
+    OutputPerturbation(1.0, 0.7), GradientClipping(1.0, 2.0, 0.1, 3.0, 4, 0.5),
     GradientClipping(0.5, 2.0, [0.1, 0.3, 0.2], 1.0, 3, [0.5, 1.0, 0.3], 0.3, model_clip=0.6),
     ModelClipping(1.0, 0.1, 1.0, 0.8, 3),
     ModelClipping(1.0, 0.1, 1.0, 0.8, 2, start_clip=0.5, start_noise_std=1.0),
-    OutputPerturbation(0.0, 1.0),
-    GradientClipping(1e-9, 0.0, 0.0, 0.0, 2, 1e-9),
-    ModelClipping(0.0, 0.1, 1.0, 1.0, 2),
-    ModelClipping(1e6, 0.1, 1.0, 1e6, 2, start_clip=0.0),
-]
+    OutputPerturbation(0.0, 1.0), GradientClipping(1e-9, 0.0, 0.0, 0.0, 2, 1e-9),
+    ModelClipping(0.0, 0.1, 1.0, 1.0, 2), ModelClipping(1e6, 0.1, 1.0, 1e6, 2, start_clip=0.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,8 +75,6 @@ def test_many_steps_of_model_clipping_are_attained_at_epsilon_zero():
 
 
 # What the published code claimed
-
-
 def test_e1_the_audit_refutes_the_tables_conversion():
     recipe = GradientClipping(0.01, 100.0, 1e-4, 10.0, 1, 0.0)
     sigma = paper.tables_noise_std(recipe, epsilon=1.0)
@@ -118,8 +113,6 @@ def test_e7_repeated_noise_gives_the_start_away(monkeypatch):
 
 
 # Budgets and refusals
-
-
 def test_a_time_budget_is_kept_and_a_seed_repeats_an_audit():
     recipe = OutputPerturbation(1.0, 4.0)
     short, long = (audit_mechanism(recipe, delta=DELTA, seconds=s, seed=0) for s in (0.1, 1.5))

@@ -50,8 +50,6 @@ def make(kind: str, **given: Any):
 
 
 # --- what a certificate says
-
-
 @pytest.mark.parametrize("compared_to", ["retrained", "centre"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_certificate_states_the_guarantee(kind, compared_to) -> None:
@@ -101,14 +99,10 @@ def test_scope_follows_the_run() -> None:
     plain = certify(make("gradient-clipping"))
     assert "one vector, which was clipped and noised" in plain.statement()
     rich = make(
-        "gradient-clipping",
-        start="centre",
-        origin="zero",
-        buffers=("bn.mean",),
-        missing=("head.weight",),
-        unchanged=("embed",),
+        "gradient-clipping", start="centre", origin="zero", buffers=("bn.mean",),
+        missing=("head.weight",), unchanged=("embed",),
         applied=(Applied(note="int8", before="9" * 64, after=plain.weights.after),),
-    )
+    )  # fmt: skip
     words = certify(rich, releases=3).statement()
     for expected in (
         "began at the public centre, zero, and never used the old model",
@@ -198,8 +192,6 @@ def test_files_that_are_no_certificate(kind) -> None:
 
 
 # --- what cannot be certified; more of it in tests/attacks/test_edits.py
-
-
 def trace_with(**columns: Any) -> Trace:
     return make_trace(GRADIENT, 15).model_copy(update=columns)
 
@@ -260,12 +252,10 @@ def test_shards_that_do_not_fit_are_refused(changes, sentence) -> None:
 @pytest.mark.parametrize(
     "recipe",
     [
-        replace(GRADIENT, noise_std=0.0),
-        replace(GRADIENT, start_clip=math.inf),
-        replace(GRADIENT, grad_clip=math.inf),
-        OutputPerturbation(start_clip=0.01, noise_std=1e-6),
+        replace(GRADIENT, noise_std=0.0), replace(GRADIENT, start_clip=math.inf),
+        replace(GRADIENT, grad_clip=math.inf), OutputPerturbation(start_clip=0.01, noise_std=1e-6),
     ],
-)
+)  # fmt: skip
 def test_what_certifies_nothing_is_refused(recipe) -> None:
     with pytest.raises(UnlearningError, match="certifies nothing"):
         certify(make_noisy(TENSORS, recipe=recipe, trace=make_trace(recipe, 15)))
@@ -294,8 +284,6 @@ def test_noise_on_an_unclipped_start_still_certifies(tmp_path) -> None:
 
 
 # --- clocks
-
-
 def test_a_wrong_clock_is_refused_at_writing() -> None:
     first = certify(make("retraining"))
     later = {"parent": first.sha256, "created": "2026-11-16T22:00:00+00:00"}
@@ -310,8 +298,6 @@ def test_a_wrong_clock_is_refused_at_writing() -> None:
 
 
 # --- privacy: what stays in the record
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_that_no_noise_covers_is_published(kind) -> None:
     record = make(kind)
@@ -330,13 +316,11 @@ def test_nothing_that_no_noise_covers_is_published(kind) -> None:
     "changes",
     [
         {"weights": make("gradient-clipping").weights.model_copy(update={"old": "7" * 64})},
-        {"trace": trace_with(noise_norm=(0.07, 0.1, 0.12))},
-        {"nonce": "7" * 64},
-        {"salt": "7" * 64},
-        {"earlier": (commit(["x"], 1),)},
+        {"trace": trace_with(noise_norm=(0.07, 0.1, 0.12))}, {"nonce": "7" * 64},
+        {"salt": "7" * 64}, {"earlier": (commit(["x"], 1),)},
         {"forget": commit(["ann", "bob"], 5, salt=SALT)},
     ],
-)
+)  # fmt: skip
 def test_what_is_private_changes_only_the_blinded_hash(changes) -> None:
     one, other = (certify(make("gradient-clipping", **c)).model_dump() for c in ({}, changes))
     assert {name for name in one if one[name] != other[name]} == {"record", "digest"}

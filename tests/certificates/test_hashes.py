@@ -9,15 +9,7 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from expunge.certificates.hashes import (
-    describe_tensor,
-    hash_file,
-    hash_tensors,
-    read_bytes,
-    read_leaves,
-    serialise_header,
-    write_safetensors,
-)
+from expunge.certificates import hashes
 from expunge.errors import CertificateError, InputError
 from tests.helpers.sample_releases import make_tensors
 
@@ -27,7 +19,7 @@ def test_hash_is_the_documented_formula() -> None:
     data = np.array([[1.0, 2.0]], np.float32)
     leaf = hashlib.sha256(len(header).to_bytes(8, "little") + header + data.tobytes()).digest()
     root = hashlib.sha256(b"expunge/tensors-1\0" + (1).to_bytes(8, "little") + leaf).hexdigest()
-    assert hash_tensors({"w": data}) == root
+    assert hashes.hash_tensors({"w": data}) == root
 
 
 def test_torch_and_numpy_agree_in_every_layout() -> None:
@@ -36,19 +28,16 @@ def test_torch_and_numpy_agree_in_every_layout() -> None:
     arrays = {
         "plain": np.arange(12.0).reshape(3, 4),
         "turned": np.arange(12, dtype=np.int32).reshape(3, 4).T,
-        "scalar": np.array(3.5, np.float32),
-        "empty": np.zeros((0, 3), np.float32),
-        "flags": np.array([True, False]),
-        "half": np.ones(3, np.float16),
-        "complex": np.array([1 + 2j], np.complex64),
-        "sliced": np.arange(10)[::3],
-    }
+        "scalar": np.array(3.5, np.float32), "empty": np.zeros((0, 3), np.float32),
+        "flags": np.array([True, False]), "half": np.ones(3, np.float16),
+        "complex": np.array([1 + 2j], np.complex64), "sliced": np.arange(10)[::3],
+    }  # fmt: skip
     tensors = {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
     tensors["turned"] = torch.arange(12, dtype=torch.int32).reshape(3, 4).T
     tensors["complex"] = torch.tensor([1 - 2j], dtype=torch.complex64).conj()
-    assert hash_tensors(tensors) == hash_tensors(arrays)
+    assert hashes.hash_tensors(tensors) == hashes.hash_tensors(arrays)
     swapped = {name: array.astype(array.dtype.newbyteorder(">")) for name, array in arrays.items()}
-    assert hash_tensors(swapped) == hash_tensors(arrays)
+    assert hashes.hash_tensors(swapped) == hashes.hash_tensors(arrays)
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float32", "int64"])
@@ -58,21 +47,21 @@ def test_types_that_numpy_lacks_are_written_too(name, tmp_path) -> None:
 
     tensors = {"w": torch.linspace(-2, 2, 9).to(getattr(torch, name)).reshape(3, 3)}
     tensors["p"] = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    write_safetensors(tmp_path / "m", tensors, {"format": "pt"})
-    assert hash_file(tmp_path / "m") == hash_tensors(tensors)
+    hashes.write_safetensors(tmp_path / "m", tensors, {"format": "pt"})
+    assert hashes.hash_file(tmp_path / "m") == hashes.hash_tensors(tensors)
     found = reader.load_file(tmp_path / "m")
-    assert bytes(read_bytes(found["w"])) == bytes(read_bytes(tensors["w"]))
+    assert bytes(hashes.read_bytes(found["w"])) == bytes(hashes.read_bytes(tensors["w"]))
 
 
 def test_safetensors_writes_and_reads_the_same(tmp_path) -> None:
     tensors = make_tensors()
-    write_safetensors(tmp_path / "ours", tensors, {"format": "pt"})
+    hashes.write_safetensors(tmp_path / "ours", tensors, {"format": "pt"})
     safetensors.numpy.save_file(tensors, tmp_path / "theirs", {"format": "pt"})
-    ours, theirs = (read_leaves(tmp_path / name) for name in ("ours", "theirs"))
+    ours, theirs = (hashes.read_leaves(tmp_path / name) for name in ("ours", "theirs"))
     assert ours == theirs
     _, layout = ours
     for name, align in (("ours", 64), ("theirs", 8)):
-        header = serialise_header(layout.entries, layout.metadata, align)
+        header = hashes.serialise_header(layout.entries, layout.metadata, align)
         assert (8 + len(header)) % align == 0, "mapped into memory, tensors are aligned"
         assert (tmp_path / name).read_bytes()[8:].startswith(header)
     for name, array in safetensors.numpy.load_file(tmp_path / "ours").items():
@@ -87,9 +76,13 @@ def test_any_changed_value_name_or_shape_changes_the_hash(data) -> None:
     changed = {key: array.copy() for key, array in tensors.items()}
     changed[name][place] += data.draw(st.sampled_from([1e-15, 1.0, -0.5]))
     same = np.array_equal(changed[name], tensors[name])
-    assert (hash_tensors(changed) == hash_tensors(tensors)) == same
-    assert hash_tensors({"b": tensors["a"], "a": tensors["b"]}) != hash_tensors(tensors)
-    assert hash_tensors(tensors | {"a": tensors["a"].reshape(2, 2)}) != hash_tensors(tensors)
+    assert (hashes.hash_tensors(changed) == hashes.hash_tensors(tensors)) == same
+    assert hashes.hash_tensors({"b": tensors["a"], "a": tensors["b"]}) != hashes.hash_tensors(
+        tensors
+    )
+    assert hashes.hash_tensors(tensors | {"a": tensors["a"].reshape(2, 2)}) != hashes.hash_tensors(
+        tensors
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,7 +91,7 @@ def test_any_changed_value_name_or_shape_changes_the_hash(data) -> None:
 )
 def test_what_is_no_tensor_is_named(value, sentence) -> None:
     with pytest.raises(InputError, match=sentence):
-        describe_tensor("w", value)
+        hashes.describe_tensor("w", value)
 
 
 def rewrite_header(path, change) -> None:
@@ -128,16 +121,7 @@ def rewrite_header(path, change) -> None:
     ],
 )
 def test_malformed_files_are_refused(change, sentence, tmp_path) -> None:
-    write_safetensors(tmp_path / "m", {"a": np.zeros(2), "b": np.ones(2)})
+    hashes.write_safetensors(tmp_path / "m", {"a": np.zeros(2), "b": np.ones(2)})
     rewrite_header(tmp_path / "m", change)
     with pytest.raises(CertificateError, match=sentence):
-        hash_file(tmp_path / "m")
-
-
-def test_truncated_files_are_refused(tmp_path) -> None:
-    write_safetensors(tmp_path / "m", make_tensors())
-    raw = (tmp_path / "m").read_bytes()
-    for end in (0, 7, 8, 40, len(raw) - 1):
-        (tmp_path / "m").write_bytes(raw[:end])
-        with pytest.raises(CertificateError):
-            hash_file(tmp_path / "m")
+        hashes.hash_file(tmp_path / "m")

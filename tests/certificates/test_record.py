@@ -29,9 +29,8 @@ from tests.helpers.sample_releases import (
     make_tensors,
 )
 
+
 # --- people
-
-
 def test_commitment_golden() -> None:
     found = commit(["alice", "bob"], 2, salt="00" * 32)
     assert found.root == "7fea5fce1bff3e05345e32db54887ed7c1d97eea95baec0585fe45dc08183451"
@@ -84,8 +83,6 @@ def test_what_is_withheld_cannot_be_opened() -> None:
 
 
 # --- records
-
-
 def list_records() -> dict[str, Record]:
     tensors = make_tensors()
     noisy = {name: make_noisy(tensors, name) for name in NOISY}
@@ -110,11 +107,9 @@ def test_infinity_large_seeds_and_arrays_survive() -> None:
     )  # fmt: skip
     options = {"betas": (0.9, 0.999), "clip": np.float32(0.5), "big": 2**60}
     record = make_record(
-        make_tensors(),
-        recipe=recipe,
-        seed=2**60 + 1,
+        make_tensors(), recipe=recipe, seed=2**60 + 1,
         training=TrainingRun(function="expunge.Training", options=options, examples=1),
-    )
+    )  # fmt: skip
     found = Record.from_bytes(record.to_bytes())
     assert found == record
     assert (found.seed, found.recipe.grad_clip) == (str(2**60 + 1), math.inf)

@@ -26,6 +26,11 @@ from tests.helpers.sample_releases import (
 )
 
 
+def refuse(sentence, *given, error=VerificationError, **more) -> None:
+    with pytest.raises(error, match=sentence):
+        verify(*given, **more)
+
+
 @pytest.mark.parametrize("kind", ["retraining", "linear-model", "shards", *NOISY])
 def test_every_kind_of_release_holds(kind, tmp_path) -> None:
     release = save_release(tmp_path / "run", kind)
@@ -38,8 +43,6 @@ def test_every_kind_of_release_holds(kind, tmp_path) -> None:
 
 
 # --- what was not looked at
-
-
 def test_what_was_not_looked_at_is_said(tmp_path) -> None:
     _, second = save_chain(tmp_path)
     run = tmp_path / "second"
@@ -65,11 +68,9 @@ def test_people_of_the_request_are_compared(tmp_path) -> None:
     assert "people who were given" in " ".join(
         verify(tmp_path / "run", people=["bob", "ann"]).checked
     )
-    with pytest.raises(VerificationError, match="not about the people"):
-        verify(tmp_path / "run", people=["ann"])
+    refuse("not about the people", tmp_path / "run", people=["ann"])
     (tmp_path / "run" / "record.json").unlink()
-    with pytest.raises(InputError, match="no record to compare them with"):
-        verify(tmp_path / "run", people=["ann"])
+    refuse("no record to compare them with", tmp_path / "run", people=["ann"], error=InputError)
 
 
 def test_a_result_instead_of_an_error(tmp_path) -> None:
@@ -121,8 +122,6 @@ def test_words_of_a_file_never_reach_the_terminal_raw(tmp_path) -> None:
 
 
 # --- unusable input
-
-
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
@@ -150,16 +149,15 @@ def test_files_that_cannot_be_read(tmp_path) -> None:
     save_release(tmp_path / "run")
     weights = tmp_path / "run" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(CertificateError, match="their header says"):
-        verify(tmp_path / "run")
-    with pytest.raises(CertificateError, match=r"weights .* is not a file"):
-        verify(tmp_path / "run", tmp_path / "none.safetensors")
-    with pytest.raises(CertificateError, match=r"certificate .* is not a file"):
-        verify(tmp_path / "none.json")
+    refuse("their header says", tmp_path / "run", error=CertificateError)
+    refuse(
+        r"weights .* is not a file", tmp_path / "run", tmp_path / "none.safetensors",
+        error=CertificateError,
+    )  # fmt: skip
+    refuse(r"certificate .* is not a file", tmp_path / "none.json", error=CertificateError)
     with (tmp_path / "run" / "certificate.json").open("ab") as file:
         file.truncate(100_000_001)
-    with pytest.raises(CertificateError, match="larger than 100,000,000 bytes"):
-        verify(tmp_path / "run")
+    refuse("larger than 100,000,000 bytes", tmp_path / "run", error=CertificateError)
 
 
 def test_weights_saved_by_safetensors_itself_hold(tmp_path) -> None:
@@ -169,8 +167,7 @@ def test_weights_saved_by_safetensors_itself_hold(tmp_path) -> None:
         write_safetensors(elsewhere, make_tensors(), metadata)
         assert verify(tmp_path / "run", elsewhere).holds
     write_safetensors(elsewhere, make_tensors(), {"format": "pt", "note": "hi"})
-    with pytest.raises(VerificationError, match="metadata"):
-        verify(tmp_path / "run", elsewhere)
+    refuse("metadata", tmp_path / "run", elsewhere)
 
 
 def test_what_cannot_be_recomputed_does_not_hold(tmp_path, monkeypatch) -> None:
@@ -181,13 +178,10 @@ def test_what_cannot_be_recomputed_does_not_hold(tmp_path, monkeypatch) -> None:
 
     save_release(tmp_path / "run", "gradient-clipping")
     monkeypatch.setattr(verification, "recompute", overflow)
-    with pytest.raises(VerificationError, match="cannot be recomputed"):
-        verify(tmp_path / "run")
+    refuse("cannot be recomputed", tmp_path / "run")
 
 
 # --- adapters
-
-
 def save_adapter(folder):
     """A release with an adapter beside the weights, as PEFT lays it out."""
     tensors, adapter = make_tensors(), {"base_model.model.layer.lora_A.weight": np.ones((2, 3))}
@@ -214,28 +208,23 @@ def test_an_adapter_is_covered_with_the_weights_and_alone(tmp_path) -> None:
     assert any("base of the adapter" in sentence for sentence in verify(alone).unchecked)
     assert verify(tmp_path / "run").holds
     (alone / "adapter_config.json").write_bytes(b'{"r": 3}')
-    with pytest.raises(VerificationError, match=r"adapter_config\.json has hash"):
-        verify(alone)
+    refuse(r"adapter_config\.json has hash", alone)
 
 
 def test_an_adapter_that_no_certificate_speaks_of(tmp_path) -> None:
     save_adapter(tmp_path / "run")
     save_release(tmp_path / "other")
     (tmp_path / "run" / "adapter").rename(tmp_path / "other" / "adapter")
-    with pytest.raises(VerificationError, match="adapter may be loaded, and no certificate"):
-        verify(tmp_path / "other")
+    refuse("adapter may be loaded, and no certificate", tmp_path / "other")
 
 
 # --- signatures
-
-
 def test_signature(tmp_path) -> None:
     private, public = generate_key_pair()
     _, other = generate_key_pair()
     certificate = save_release(tmp_path / "run").certificate
     run, path = tmp_path / "run", tmp_path / "run" / "certificate.json"
-    with pytest.raises(VerificationError, match="not signed"):
-        verify(run, key=public)
+    refuse("not signed", run, key=public)
     (tmp_path / "key.pem").write_bytes(private)
     signed = certificate.sign(tmp_path / "key.pem")
     assert signed == certificate.sign(private)
@@ -246,20 +235,16 @@ def test_signature(tmp_path) -> None:
         found = verify(run, key=key)
         assert found.certificate == signed
         assert any("signed by the key sha256:" in sentence for sentence in found.checked)
-    with pytest.raises(VerificationError, match=r"it is signed by the key .* not by the expected"):
-        verify(run, key=other)
+    refuse(r"it is signed by the key .* not by the expected", run, key=other)
     assert signed.digest == certificate.digest
     assert signed.sha256 != certificate.sha256
     for key in (b"", b"-----BEGIN PRIVATE KEY-----\nAAAA\n", b"\0" * 40):
         with pytest.raises(InputError, match="private key"):
             certificate.sign(key)
-        with pytest.raises(InputError, match="public key"):
-            verify(run, key=key)
+        refuse("public key", run, key=key, error=InputError)
 
 
 # --- sequences of requests
-
-
 def test_a_chain_of_requests(tmp_path) -> None:
     first, second = save_chain(tmp_path)
     one, two = tmp_path / "first", tmp_path / "second"
@@ -268,8 +253,7 @@ def test_a_chain_of_requests(tmp_path) -> None:
     assert second.certificate.weights.old == first.certificate.weights.after
     assert first.certificate.weights.old is None
     assert any("which was not given" in sentence for sentence in verify(two).unchecked)
-    with pytest.raises(VerificationError, match="parent is None"):
-        verify(one, parent=two)
+    refuse("parent is None", one, parent=two)
     first.certificate.sign(generate_key_pair()[0]).save(one / "certificate.json")
     assert verify(two, parent=one).holds, "a parent may have been signed since"
 

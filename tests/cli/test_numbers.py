@@ -1,19 +1,16 @@
 """The real commands, tiny: what they print, what they refuse, and how they exit."""
 
-import contextlib
-import dataclasses
-import io
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import expunge
-from expunge.cli.main import main
 from expunge.recipes import METHODS, from_dict
+from tests.helpers.job_folder import call
+from tests.helpers.job_folder import run as run_alone
 
 GRADIENT = (
     "gradient-clipping --start-clip 0.01 --grad-clip 100 --learning-rate 1e-4 "
@@ -22,37 +19,8 @@ GRADIENT = (
 MODEL = "model-clipping --model-clip 0.5 --learning-rate 1e-3 --weight-decay 10"
 
 
-@dataclasses.dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-def run(command: str) -> Done:
-    """What the console script does, in this process: 50 interpreters would be slow."""
-    out, err = io.StringIO(), io.StringIO()
-    with (
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-        pytest.MonkeyPatch.context() as patch,
-    ):
-        patch.setattr(sys, "argv", ["expunge", *command.split()])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-    return Done(code, out.getvalue(), err.getvalue())
-
-
-def run_process(command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "expunge", *command.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    return call(*command.split())
 
 
 def answer(command: str) -> dict:
@@ -90,12 +58,9 @@ def test_json_has_the_fields_of_the_api() -> None:
 
 
 def test_no_guarantee_is_null_and_said() -> None:
-    assert (
-        answer("account output-perturbation --start-clip 1 --noise-std 0 --delta 1e-5")["epsilon"]
-        is None
-    )
-    shown = run("account output-perturbation --start-clip 1 --noise-std 0 --delta 1e-5").stdout
-    assert "This is no guarantee" in shown
+    command = "account output-perturbation --start-clip 1 --noise-std 0 --delta 1e-5"
+    assert answer(command)["epsilon"] is None
+    assert "This is no guarantee" in run(command).stdout
 
 
 @pytest.mark.parametrize(
@@ -185,10 +150,10 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
 
 
 def test_real_processes_exit_alike() -> None:
-    good = run_process(f"account {GRADIENT} --noise-std 0.02827 --delta 1e-5 --json")
+    good = run_alone(*f"account {GRADIENT} --noise-std 0.02827 --delta 1e-5 --json".split())
     assert good.returncode == 0
     assert json.loads(good.stdout)["epsilon"] == pytest.approx(6.573, abs=1e-3)
-    bad = run_process(f"account {GRADIENT} --noise-std=-1 --delta 1e-5")
+    bad = run_alone(*f"account {GRADIENT} --noise-std=-1 --delta 1e-5".split())
     assert bad.returncode == 2
     assert bad.stdout == ""
     assert bad.stderr == "expunge: noise_std is -1.0; it must be a finite number >= 0\n"
@@ -207,7 +172,7 @@ def test_a_terminal_that_cannot_show_every_letter(
     encoding: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    done = run_process("plan --epsilon 1 --delta 1e-5 --parameters 9")
+    done = run_alone(*["plan", "--epsilon", "1", "--delta", "1e-5", "--parameters", "9"])
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -9,6 +9,10 @@ from torch import nn
 import expunge
 
 NAMES = [f"user-{i % 8}" for i in range(40)]
+FORGET = ["user-3"]
+RECIPE = expunge.GradientClipping(
+    start_clip=1.0, grad_clip=1.0, learning_rate=0.1, weight_decay=1.0, steps=2, noise_std=5.0
+)
 
 
 def check_same(one: nn.Module, two: nn.Module) -> None:

@@ -22,13 +22,9 @@ from torch.utils.data import (
 )
 
 import expunge
+from tests.everyday.conftest import FORGET, NAMES, RECIPE
 
-FORGET = ["user-3"]
-NAMES = [f"user-{i % 8}" for i in range(40)]
 TRAIN = expunge.Training(epochs=1, batch_size=16)
-RECIPE = expunge.GradientClipping(
-    start_clip=1.0, grad_clip=1.0, learning_rate=0.1, weight_decay=1.0, steps=4, noise_std=5.0
-)
 
 
 def build():
@@ -224,9 +220,3 @@ def test_rows_without_a_name_are_learned_and_never_forgotten(rows):
         expunge.retrain(build, expunge.Data(rows, ids=nobody), forget=["user-5"], train=TRAIN)
     with pytest.raises(expunge.InputError, match="user-3"):
         expunge.retrain(build, expunge.Data(rows), forget=FORGET, train=TRAIN)
-
-
-def test_a_plan_says_plainly_that_noise_buys_nothing():
-    made = expunge.plan(epsilon=1.0, delta=1e-5, parameters=3985)
-    assert made.restart_is_as_good
-    assert "Noise buys nothing here" in str(made)

@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import expunge
+from tests.everyday.conftest import NAMES
 
-NAMES = [f"user-{i % 8}" for i in range(40)]
 NOISY = {"forget": ["user-3"], "epsilon": 1.0, "delta": 1e-5, "batch_size": 8}
 
 

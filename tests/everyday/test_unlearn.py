@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, one_hot
-from torch.nn.utils.rnn import pack_sequence, pad_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.nn.utils.rnn import pack_sequence
 
 import expunge
+from tests.everyday.conftest import FORGET, NAMES
 
-FORGET = ["user-3"]
-NAMES = [f"user-{i % 8}" for i in range(40)]
 QUICK = {"epsilon": 1.0, "delta": 1e-5, "forget": FORGET, "batch_size": 16}
 
 
@@ -92,6 +90,11 @@ def test_regression_autoencoder_and_several_heads(rows):
     run(Heads, nested, loss=both)
 
 
+def test_arrays_of_doubles(rows):
+    arrays = rows[0].double().numpy(), rows[1].numpy()
+    run(build, expunge.Data(arrays, ids=NAMES), loss=cross_entropy)
+
+
 class Two(nn.Module):
     def __init__(self):
         super().__init__()
@@ -109,41 +112,6 @@ def test_inputs_in_tuples_and_dictionaries(rows):
     run(Two, expunge.Data((named, y), ids=NAMES), loss=cross_entropy)
     rows = [({"left": a[:3], "right": a[3:]}, b) for a, b in zip(x, y, strict=True)]
     run(Two, expunge.Data(rows, ids=NAMES), loss=cross_entropy)
-
-
-def test_arrays_data_sets_and_streams(rows):
-    x, y = rows
-    run(build, expunge.Data((x.double().numpy(), y.numpy()), ids=NAMES), loss=cross_entropy)
-    run(build, expunge.Data(TensorDataset(x, y), ids=NAMES), loss=cross_entropy)
-
-    class Rows(Dataset):
-        def __len__(self):
-            return 40
-
-        def __getitem__(self, place):
-            return x[place], y[place]
-
-    run(build, expunge.Data(Rows(), ids=NAMES), loss=cross_entropy)
-
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(zip(x, y, NAMES, strict=True))
-
-    collate = lambda rows: (torch.stack([r[0] for r in rows]), torch.stack([r[1] for r in rows]))  # noqa: E731
-    stream = expunge.Data(Stream(), person=lambda row: row[2], collate=collate)
-    assert run(build, stream, loss=cross_entropy).certificate.forget.samples == 5
-
-
-def test_hugging_face_data(rows):
-    import datasets
-
-    x, y = rows
-    table = datasets.Dataset.from_dict({"x": x.tolist(), "y": y.tolist(), "user": NAMES})
-
-    def loss(model, batch):
-        return cross_entropy(model(batch["x"]), batch["y"])
-
-    run(build, expunge.Data(table, person="user"), loss=loss)
 
 
 def test_lengths_that_differ(rows):
@@ -169,84 +137,3 @@ def test_lengths_that_differ(rows):
     run(Reader, data, loss=cross_entropy)
     train = expunge.Training(epochs=1, optimizer=lambda p: torch.optim.SGD(p, 0.1))
     expunge.retrain(Reader, data, forget=FORGET, train=train)
-
-    class Mean(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(20, 8, padding_idx=0), nn.Linear(8, 2)
-
-        def forward(self, tokens):
-            return self.head(self.embed(tokens).mean(1))
-
-    def pad(rows):
-        padded = pad_sequence([r[0] for r in rows], batch_first=True)
-        return padded, torch.tensor([r[1] for r in rows])
-
-    run(
-        Mean,
-        expunge.Data(list(zip(texts, labels, strict=True)), ids=NAMES, collate=pad),
-        loss=cross_entropy,
-    )
-
-
-def test_own_batches(rows, data):
-    def loader(examples, seed):
-        generator = torch.Generator().manual_seed(seed)
-        return DataLoader(TensorDataset(*examples), batch_size=8, shuffle=True, generator=generator)
-
-    run(build, data, loss=cross_entropy, loader=loader)
-
-
-def test_batchnorm_and_dropout(data, tmp_path):
-    def network():
-        return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
-
-    old = network()
-    old(torch.randn(32, 6) + 5)
-    release = run(network, data, tmp_path, old=old, loss=cross_entropy)
-    assert release.certificate.buffers == (
-        "1.running_mean",
-        "1.running_var",
-        "1.num_batches_tracked",
-    )
-    assert not torch.equal(release.model[1].running_mean, old[1].running_mean)
-
-
-def test_build_in_eval_mode_with_a_frozen_part(data):
-    def network():
-        body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).requires_grad_(False)
-        return nn.Sequential(body, nn.Dropout(0.1), nn.Linear(8, 2)).eval()
-
-    torch.manual_seed(0)
-    body = network()[0].state_dict()
-
-    def published():
-        model = network()
-        model[0].load_state_dict(body)
-        return model
-
-    release = run(published, data, loss=cross_entropy)
-    assert torch.equal(release.model[0][1].running_mean, body["1.running_mean"])
-    assert release.certificate.weights.published.compared is None
-
-
-def test_the_control_never_sees_the_old_model(data):
-    seeded = {"loss": cross_entropy, "noise": expunge.SeededNoise(0), "start": "centre"}
-    one, two = (run(build, data, old=nn.Sequential(*build()), **seeded) for _ in range(2))
-    assert one.certificate.weights.after == two.certificate.weights.after
-    assert not one.certificate.releasable
-
-
-def test_a_second_request_starts_from_the_release_before(data, tmp_path):
-    first = run(build, data, tmp_path, loss=cross_entropy)
-    second = expunge.unlearn(
-        None,
-        build,
-        data,
-        parent=tmp_path / "run",
-        loss=cross_entropy,
-        **QUICK | {"forget": ["user-3", "user-4"]},
-    )
-    assert second.certificate.parent == first.certificate.sha256
-    second.save(tmp_path / "second")
-    assert expunge.verify(tmp_path / "second", parent=tmp_path / "run").holds

@@ -55,11 +55,9 @@ def train_and_validate(model: nn.Module, examples: Any, seed: int, validation: A
 
 
 TRAININGS: dict[str, Callable[..., Any]] = {
-    "loop": train,
-    "state": train_with_state,
-    "validation": train_and_validate,
+    "loop": train, "state": train_with_state, "validation": train_and_validate,
     "built in": Training(epochs=1, learning_rate=0.1, batch_size=6, momentum=0.9, clip_norm=1.0),
-}
+}  # fmt: skip
 LIVES = st.lists(
     st.tuples(st.booleans(), st.sets(st.integers(0, PEOPLE - 1), min_size=1, max_size=4)),
     min_size=1,
@@ -75,7 +73,7 @@ def with_validation(data: Data) -> Data:
 
 
 @pytest.mark.parametrize("how", TRAININGS)
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(life=LIVES)
 def test_any_life_is_that_of_a_training_on_who_is_there(
     how: str, life: list[tuple[bool, set[int]]]

@@ -13,20 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge import Data, Shards, UnlearningError, load_model, verify
+from expunge import Data, Release, Shards, UnlearningError, load_model, verify
 from expunge.exact.shards_ensemble import Ensemble
+from tests.helpers.small_networks import make_bert
 from tests.helpers.small_shards import hash_release, make, make_data
-
-TINY: dict[str, Any] = {
-    "vocab_size": 30, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 8, "max_position_embeddings": 12, "num_labels": 2,
-}  # fmt: skip
-
-
-def build_bert() -> Any:
-    import transformers
-
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**TINY))
 
 
 def build_lora() -> Any:
@@ -35,7 +25,7 @@ def build_lora() -> Any:
     config = peft.LoraConfig(r=2, target_modules=["query"], modules_to_save=["classifier"])
     with torch.random.fork_rng():
         torch.manual_seed(1)  # a published base
-        base = build_bert()
+        base = make_bert()
     return peft.get_peft_model(base, config)
 
 
@@ -55,6 +45,14 @@ def train_texts(model: nn.Module, examples: Any, seed: int) -> None:
         optimizer.zero_grad()
         model(**batch).loss.backward()
         optimizer.step()
+
+
+def release_texts(build: Any, folder: Path) -> tuple[Data, Release]:
+    data, ensemble = make_texts(), make(build=build, train=train_texts, shards=2)
+    ensemble.learn(data)
+    release = ensemble.forget(["u1"], data)
+    release.save(folder)
+    return data, release
 
 
 def ask(model: Any, data: Data) -> Any:
@@ -89,16 +87,12 @@ def test_logits_and_probabilities_are_averaged() -> None:
 def test_a_model_of_transformers_is_a_folder_per_constituent(tmp_path: Path) -> None:
     import transformers
 
-    data = make_texts()
-    ensemble = make(build=build_bert, train=train_texts, shards=2)
-    ensemble.learn(data)
-    release = ensemble.forget(["u1"], data)
-    release.save(tmp_path / "run")
+    data, release = release_texts(make_bert, tmp_path / "run")
     kind = transformers.AutoModelForSequenceClassification
     parts = [kind.from_pretrained(tmp_path / "run" / "constituents" / str(k)) for k in (0, 1)]
     mean = torch.stack([ask(part, data).logits for part in parts]).mean(0)
     assert torch.allclose(ask(release.model, data).logits, mean, atol=1e-6)
-    assert torch.equal(ask(load_model(tmp_path / "run", build_bert), data).logits,
+    assert torch.equal(ask(load_model(tmp_path / "run", make_bert), data).logits,
                        ask(release.model, data).logits)  # fmt: skip
     with_labels = release.model(**{n: torch.stack([e[n] for e in data.examples])
                                    for n in data.examples[0]})  # fmt: skip
@@ -110,11 +104,7 @@ def test_a_model_of_transformers_is_a_folder_per_constituent(tmp_path: Path) -> 
 def test_adapters_share_one_base_and_are_peft_s_own(tmp_path: Path) -> None:
     import peft
 
-    data = make_texts()
-    ensemble = make(build=build_lora, train=train_texts, shards=2)
-    ensemble.learn(data)
-    release = ensemble.forget(["u1"], data)
-    release.save(tmp_path / "run")
+    data, release = release_texts(build_lora, tmp_path / "run")
     size = sum(file.stat().st_size for file in (tmp_path / "run").rglob("*.safetensors"))
     base = sum(p.numel() * 4 for p in build_lora().parameters())
     assert not any("base_layer" in name for name in release.tensors)
@@ -170,7 +160,7 @@ def test_tied_and_frozen_tensors_and_statistics(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(life=st.lists(st.sets(st.integers(0, 11), min_size=1, max_size=3), min_size=1, max_size=3))
 def test_any_life_with_transformers_trainer(tmp_path: Path, life: list[set[int]]) -> None:
     """Every second set is learned again, the others are forgotten."""
@@ -186,7 +176,7 @@ def test_any_life_with_transformers_trainer(tmp_path: Path, life: list[set[int]]
         transformers.Trainer(model, arguments, train_dataset=examples).train()
 
     def begin(data: Data) -> Shards:
-        ensemble = Shards(build_bert, train, seed="public", shards=2, slices=2)
+        ensemble = Shards(make_bert, train, seed="public", shards=2, slices=2)
         ensemble.learn(data)
         return ensemble
 

@@ -72,8 +72,5 @@ def test_two_processes_give_one_release(kind, tmp_path):
 
     tensors = load_file(tmp_path / "run" / "model.safetensors")
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
-        "0.weight": (16, 6),
-        "0.bias": (16,),
-        "2.weight": (2, 16),
-        "2.bias": (2,),
-    }
+        "0.weight": (16, 6), "0.bias": (16,), "2.weight": (2, 16), "2.bias": (2,),
+    }  # fmt: skip

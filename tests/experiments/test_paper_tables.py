@@ -19,18 +19,12 @@ from expunge import GradientClipping, ModelClipping
 DATA = Path(__file__).parents[1] / "data"
 DELTA = 1e-5
 ROWS = {
-    "gradient_clipping_mnist": 10,
-    "gradient_clipping_cifar10": 17,
-    "gradient_clipping_transfer_cifar10": 17,
-    "gradient_clipping_transfer_cifar100": 17,
-    "gradient_clipping_sweep_cifar10": 51,
-    "gradient_clipping_sweep_mnist": 27,
-    "model_clipping_mnist": 10,
-    "model_clipping_cifar10": 17,
-    "output_perturbation_cifar10": 17,
-    "output_perturbation_mnist": 10,
-    "target_accuracy_cifar10": 5,
-}
+    "gradient_clipping_mnist": 10, "gradient_clipping_cifar10": 17,
+    "gradient_clipping_transfer_cifar10": 17, "gradient_clipping_transfer_cifar100": 17,
+    "gradient_clipping_sweep_cifar10": 51, "gradient_clipping_sweep_mnist": 27,
+    "model_clipping_mnist": 10, "model_clipping_cifar10": 17, "output_perturbation_cifar10": 17,
+    "output_perturbation_mnist": 10, "target_accuracy_cifar10": 5,
+}  # fmt: skip
 
 # (table, epsilon, epochs): what the formula gives in double precision. Printed is one more or less
 # in the sixth decimal, because the published code computes in single precision.
@@ -55,25 +49,17 @@ def rows(prefix: str) -> list[tuple[str, Row]]:
     return [(name, row) for name in ROWS if name.startswith(prefix) for row in load(name)]
 
 
+def read_numbers(row: Row, *names: str) -> dict[str, float]:
+    return {name: float(row[name]) for name in (*names, "learning_rate", "weight_decay")}
+
+
 def gradient_clipping(row: Row, noise_std: float) -> GradientClipping:
-    return GradientClipping(
-        start_clip=float(row["start_clip"]),
-        grad_clip=float(row["grad_clip"]),
-        learning_rate=float(row["learning_rate"]),
-        weight_decay=float(row["weight_decay"]),
-        steps=int(row["steps"]),
-        noise_std=noise_std,
-    )
+    numbers = read_numbers(row, "start_clip", "grad_clip")
+    return GradientClipping(**numbers, steps=int(row["steps"]), noise_std=noise_std)
 
 
 def model_clipping(row: Row, steps: int) -> ModelClipping:
-    return ModelClipping(
-        model_clip=float(row["model_clip"]),
-        learning_rate=float(row["learning_rate"]),
-        weight_decay=float(row["weight_decay"]),
-        noise_std=float(row["noise_std"]),
-        steps=steps,
-    )
+    return ModelClipping(**read_numbers(row, "model_clip", "noise_std"), steps=steps)
 
 
 def rule(row: Row) -> float:

@@ -9,14 +9,7 @@ from typing import Any
 import pytest
 
 import figure_routes
-from figure_routes import (
-    LADDER,
-    claim_linear,
-    claim_noisy,
-    claim_shards,
-    find_trial,
-    list_cases,
-)
+from figure_routes import LADDER, claim_linear, claim_noisy, claim_shards, find_trial, list_cases
 from routes import SIZES, Case, list_routes
 from runs import Store
 

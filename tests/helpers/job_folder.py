@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -86,16 +87,10 @@ EXACT: dict[str, dict[str, Any]] = {
 NOISE: dict[str, dict[str, Any]] = EXACT | {
     "training": {"epochs": 2, "learning_rate": 0.1, "batch_size": 10},
     "method": {
-        "name": "gradient-clipping",
-        "epsilon": 1.0,
-        "start_clip": 0.05,
-        "grad_clip": 1.0,
-        "learning_rate": 0.1,
-        "weight_decay": 1.0,
-        "steps": 4,
-        "batch_size": 10,
+        "name": "gradient-clipping", "epsilon": 1.0, "start_clip": 0.05, "grad_clip": 1.0,
+        "learning_rate": 0.1, "weight_decay": 1.0, "steps": 4, "batch_size": 10,
     },
-}
+}  # fmt: skip
 LINEAR: dict[str, dict[str, Any]] = {
     "data": {"load": "own.py:load"},
     "method": {"name": "linear-model"},
@@ -148,20 +143,18 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """The real command, in a process of its own."""
     return subprocess.run(
-        command(*arguments),
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
+        command(*arguments), capture_output=True, text=True, check=False, cwd=cwd,
         env=make_environment(**more),
-    )
+    )  # fmt: skip
 
 
-def call(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def call(
+    *arguments: str | Path, program: str = "expunge", main: Callable[[], Any] = main
+) -> subprocess.CompletedProcess[str]:
     """What the command does, in this process: torch is imported already."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["expunge", *map(str, arguments)])
+        patch.setattr(sys, "argv", [program, *map(str, arguments)])
         try:
             main()
             code = 0
@@ -175,6 +168,13 @@ def succeed(*arguments: str | Path) -> str:
     done = call(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def refuse(*arguments: str | Path, code: int = 2) -> str:
+    """What a command says that must not work."""
+    done = call(*arguments)
+    assert done.returncode == code, done.stderr
+    return done.stderr
 
 
 def list_files(folder: Path) -> dict[str, str]:

@@ -9,44 +9,26 @@ from typing import Any
 import numpy as np
 import rfc8785
 
+from expunge import recipes
 from expunge.accounting.precision import choose_precision
+from expunge.certificates import record as records
 from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.consistency import list_steps
 from expunge.certificates.hashes import combine_leaves, hash_tensors
 from expunge.certificates.people import commit
-from expunge.certificates.record import (
-    Code,
-    Noise,
-    Record,
-    Sharding,
-    Statistics,
-    Tensors,
-    Trace,
-    TrainingRun,
-    Weights,
-)
 from expunge.certificates.release import Contents, Release, describe_contents
-from expunge.recipes import (
-    Execution,
-    GradientClipping,
-    LinearModel,
-    ModelClipping,
-    OutputPerturbation,
-    Recipe,
-    Retraining,
-)
 from expunge.recipes import Sharding as ShardingRecipe
 
 CREATED = "2026-11-15T22:00:00+00:00"
 SALT, NONCE = "5a" * 32, "0e" * 32
 LATER = "2026-11-16T22:00:00+00:00"
 NOISY = {
-    "output-perturbation": OutputPerturbation(start_clip=0.01, noise_std=0.0746128),
-    "gradient-clipping": GradientClipping(
+    "output-perturbation": recipes.OutputPerturbation(start_clip=0.01, noise_std=0.0746128),
+    "gradient-clipping": recipes.GradientClipping(
         start_clip=0.01, grad_clip=1.0, learning_rate=1e-4, weight_decay=10.0, steps=3,
         noise_std=(0.02, 0.03, 0.03),
     ),
-    "model-clipping": ModelClipping(
+    "model-clipping": recipes.ModelClipping(
         model_clip=0.5, learning_rate=1e-3, weight_decay=1.0, noise_std=0.5, steps=6
     ),
 }  # fmt: skip
@@ -62,98 +44,93 @@ def make_tensors(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def make_trace(recipe: Recipe, parameters: int) -> Trace:
+def make_trace(recipe: recipes.Recipe, parameters: int) -> records.Trace:
     """Steps as they may have run: noise of norms that its σ gives."""
     rates, sigmas = (tuple(column.tolist()) for column in list_steps(recipe))
     ones, far = [1.0] * len(rates), parameters**0.5
-    return Trace(
-        learning_rate=rates,
-        noise_std=sigmas,
-        gradient_norm=tuple(ones),
-        clip_factor=tuple(ones),
+    return records.Trace(
+        learning_rate=rates, noise_std=sigmas, gradient_norm=tuple(ones), clip_factor=tuple(ones),
         model_norm=(0.005,) * len(rates),
         noise_norm=tuple(s * (far + 0.1 * i) for i, s in enumerate(sigmas)),
         nonfinite=(False,) * len(rates),
-    )
+    )  # fmt: skip
 
 
 def make_record(
     tensors: dict[str, Any], files: dict[str, bytes] | None = None, **given: Any
-) -> Record:
+) -> records.Record:
     contents = describe_contents(Contents(tensors, files or {}))
     plain: dict[str, Any] = {
-        "recipe": Retraining(),
+        "recipe": recipes.Retraining(),
         "parameters": 15,
         "start": "build",
         "forget": commit(["ann", "bob"], 5, salt=SALT, leaves=True),
         "retained": commit(["cy", "di", "ed"], 100, salt=SALT),
-        "code": Code(build="1" * 64, train="2" * 64),
-        "weights": Weights(
+        "code": records.Code(build="1" * 64, train="2" * 64),
+        "weights": records.Weights(
             start="a" * 64,
-            published=Tensors(
+            published=records.Tensors(
                 names=("norm.count",), hash=hash_tensors({"norm.count": np.array(7)})
             ),
             **contents,
         ),
-        "training": TrainingRun(
+        "training": records.TrainingRun(
             function="own.py:train_without_ann", options={"epochs": 3}, examples=100
         ),
         "created": CREATED,
         "salt": SALT,
         "nonce": NONCE,
     }
-    return Record(**(plain | given))
+    return records.Record(**(plain | given))
 
 
-def make_noisy(tensors: dict[str, Any], name: str = "gradient-clipping", **given: Any) -> Record:
+def make_noisy(
+    tensors: dict[str, Any], name: str = "gradient-clipping", **given: Any
+) -> records.Record:
     recipe = NOISY[name]
     precision = choose_precision(recipe, 15)
     contents = describe_contents(Contents(tensors))
     plain: dict[str, Any] = {
-        "recipe": recipe,
-        "start": "model",
-        "origin": "build",
-        "weights": Weights(start="a" * 64, noisy="d" * 64, old="e" * 64, **contents),
+        "recipe": recipe, "start": "model", "origin": "build",
+        "weights": records.Weights(start="a" * 64, noisy="d" * 64, old="e" * 64, **contents),
         "grid": precision.grid,
-        "execution": Execution(rounding=precision.rounding, tail_delta=1e-12),
-        "noise": Noise(source="system", generator="AES-256-CTR", keys=1),
+        "execution": recipes.Execution(rounding=precision.rounding, tail_delta=1e-12),
+        "noise": records.Noise(source="system", generator="AES-256-CTR", keys=1),
         "trace": make_trace(recipe, 15),
-    }
+    }  # fmt: skip
     return make_record(tensors, **(plain | given))
 
 
-def make_shards(seed: int = 0, **given: Any) -> tuple[dict[str, Any], Record]:
+def make_shards(seed: int = 0, **given: Any) -> tuple[dict[str, Any], records.Record]:
     parts = [make_tensors(seed + k) for k in range(2)]
     named = [{f"constituents.{k}.{n}": t for n, t in part.items()} for k, part in enumerate(parts)]
     tensors, hashes = named[0] | named[1], map(hash_tensors, named)
-    stated = Sharding(
-        seed="a public string",
-        combination="probabilities",
-        samples=(60, 40, 0),
-        hashes=(*hashes, combine_leaves([])),
-        trained_from=(0, 2, 0),
-        digest="5" * 64,
-    )
+    stated = records.Sharding(
+        seed="a public string", combination="probabilities", samples=(60, 40, 0),
+        hashes=(*hashes, combine_leaves([])), trained_from=(0, 2, 0), digest="5" * 64,
+    )  # fmt: skip
     recipe = ShardingRecipe(shards=3, slices=4)
-    weights = Weights(start="a" * 64, **describe_contents(Contents(tensors)))
+    weights = records.Weights(start="a" * 64, **describe_contents(Contents(tensors)))
     plain = {"recipe": recipe, "sharding": stated, "weights": weights}
     return tensors, make_record(tensors, **(plain | given))
 
 
-def make_linear(tensors: dict[str, Any], **given: Any) -> Record:
-    stated = Statistics(
-        features={"network": None, "seed": "public"},
-        numbers={"bits": 8},
-        model={"loss": "squared", "alpha": 1.0},
-        samples=100,
-        digest="6" * 64,
-    )
-    weights = Weights(**describe_contents(Contents(tensors)))
-    plain = {"recipe": LinearModel(), "training": None, "statistics": stated, "weights": weights}
+def make_linear(tensors: dict[str, Any], **given: Any) -> records.Record:
+    stated = records.Statistics(
+        features={"network": None, "seed": "public"}, numbers={"bits": 8},
+        model={"loss": "squared", "alpha": 1.0}, samples=100, digest="6" * 64,
+    )  # fmt: skip
+    weights = records.Weights(**describe_contents(Contents(tensors)))
+    plain = {
+        "recipe": recipes.LinearModel(),
+        "training": None,
+        "statistics": stated,
+        "weights": weights,
+    }
     return make_record(tensors, **(plain | given))
 
 
-def make_release(record: Record, tensors: dict[str, Any], **options: Any) -> Release:
+def make_release(record: records.Record, tensors: dict[str, Any], **options: Any) -> Release:
     files = options.pop("files", {})
     certificate = certify(record, **options)
     return Release(tensors, certificate, record, tensors, files, relist=Contents)
@@ -182,7 +159,7 @@ def save_chain(folder: Path) -> tuple[Release, Release]:
     contents = describe_contents(Contents(tensors))
     record = make_noisy(
         tensors,
-        weights=Weights(
+        weights=records.Weights(
             start="a" * 64, noisy="f" * 64, old=first.certificate.weights.after, **contents
         ),
         forget=commit(["cy"], 2, leaves=True),

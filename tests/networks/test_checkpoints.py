@@ -36,23 +36,21 @@ def check_read(old: object, expected: nn.Module, module: nn.Module, **options) -
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
+def refuse(sentence: str, old: object, module: nn.Module, **options) -> None:
+    with pytest.raises(InputError, match=sentence):
+        read_old(old, module, **options)
+
+
 # What is in memory.
-
-
 @pytest.mark.parametrize(
     "how",
     [
-        lambda n: n,
-        lambda n: f"module.{n}",
-        lambda n: f"_orig_mod.{n}",
-        lambda n: f"_orig_mod.module.{n}",
-        lambda n: f"module._orig_mod.{n}",
-        lambda n: n.replace(".", "._orig_mod."),
-        lambda n: f"model.{n}",
-        lambda n: f"_fsdp_wrapped_module.{n}",
-        lambda n: f"model.module.net.{n}",
+        lambda n: n, lambda n: f"module.{n}", lambda n: f"_orig_mod.{n}",
+        lambda n: f"_orig_mod.module.{n}", lambda n: f"module._orig_mod.{n}",
+        lambda n: n.replace(".", "._orig_mod."), lambda n: f"model.{n}",
+        lambda n: f"_fsdp_wrapped_module.{n}", lambda n: f"model.module.net.{n}",
     ],
-)
+)  # fmt: skip
 def test_names_with_what_wrappers_put_before_them(how) -> None:
     old = make_mlp()
     check_read(rename(old, how), old, make_mlp())
@@ -96,31 +94,25 @@ def test_running_statistics_are_read_to_measure_the_old_model(tmp_path: Path) ->
 
 def test_what_is_missing_or_of_another_shape() -> None:
     old, new = make_mlp(), nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 5))
-    with pytest.raises(
-        InputError, match=r"shape of 2\.weight in old is \(2, 3\); it must be \(5, 3"
-    ):
-        read_old(old, new)
+    refuse(r"shape of 2\.weight in old is \(2, 3\); it must be \(5, 3", old, new)
     assert list(read_old(old, new, strict=False)) == ["0.weight", "0.bias"]
     short = {n: t for n, t in old.state_dict().items() if n.startswith("0.")}
-    with pytest.raises(
-        InputError, match=r"no tensor for 2\.weight and 1 more; .* strict=False lets"
-    ):
-        read_old(short, make_mlp())
+    refuse(r"no tensor for 2\.weight and 1 more; .* strict=False lets", short, make_mlp())
     assert list(read_old(short, make_mlp(), strict=False)) == ["0.weight", "0.bias"]
     for strict in (True, False):
-        with pytest.raises(InputError, match=r"none of the names of build\(\)'s module, 0\.weight"):
-            read_old({"a.b": torch.ones(2)}, make_mlp(), strict=strict)
+        refuse(
+            r"none of the names of build\(\)'s module, 0\.weight", {"a.b": torch.ones(2)},
+            make_mlp(), strict=strict,
+        )  # fmt: skip
 
 
 def test_numbers_must_be_finite_weights() -> None:
     old = make_mlp()
     with torch.no_grad():
         old[2].bias[1] = torch.nan
-    with pytest.raises(InputError, match=r"2\.bias in old is not finite"):
-        read_old(old, make_mlp())
+    refuse(r"2\.bias in old is not finite", old, make_mlp())
     given = make_mlp().state_dict() | {"0.bias": torch.ones(3, dtype=torch.int8)}
-    with pytest.raises(InputError, match=r"0\.bias in old is torch\.int8; .* floating-point"):
-        read_old(given, make_mlp())
+    refuse(r"0\.bias in old is torch\.int8; .* floating-point", given, make_mlp())
 
 
 def test_tied_weights_by_either_name_but_not_with_two_values() -> None:
@@ -131,21 +123,16 @@ def test_tied_weights_by_either_name_but_not_with_two_values() -> None:
     for given in (one, other, state):
         check_read(given, old, make_gpt2())
     untied = state | {"lm_head.weight": state["lm_head.weight"] + 1}
-    with pytest.raises(InputError, match=r"two different tensors for transformer\.wte\.weight"):
-        read_old(untied, make_gpt2())
+    refuse(r"two different tensors for transformer\.wte\.weight", untied, make_gpt2())
 
 
 @pytest.mark.parametrize("old", [3, None, [torch.ones(2)]])
 def test_what_is_no_model(old: object) -> None:
-    with pytest.raises(InputError, match="it must be a module, a state_dict or the path of"):
-        read_old(old, make_mlp())
-    with pytest.raises(InputError, match="no named tensors"):
-        read_old({"epoch": 3}, make_mlp())
+    refuse("it must be a module, a state_dict or the path of", old, make_mlp())
+    refuse("no named tensors", {"epoch": 3}, make_mlp())
 
 
 # Files of loops, Lightning and averages.
-
-
 @pytest.mark.parametrize("key", ["state_dict", "model_state_dict", "model", "module", "net"])
 def test_a_state_dict_in_a_checkpoint(key: str, tmp_path: Path) -> None:
     model = make_mlp()
@@ -169,42 +156,39 @@ def test_a_model_and_its_average_need_a_key(tmp_path: Path) -> None:
     saved = {"model": model.state_dict(), "ema": rename(average, lambda n: f"module.{n}")}
     torch.save(saved, tmp_path / "w.pt")
     for old in (tmp_path / "w.pt", saved):
-        with pytest.raises(InputError, match=r"weights in 'ema\.module' and in 'model' that fit"):
-            read_old(old, make_mlp())
+        refuse(r"weights in 'ema\.module' and in 'model' that fit", old, make_mlp())
         check_read(old, model, make_mlp(), key="model")
         check_read(old, average, make_mlp(), key="ema")
         check_read(old, average, make_mlp(), key="ema.module")
-        with pytest.raises(
-            InputError, match=r"key of old is 'best'; .* one of 'model', 'ema\.module'"
-        ):
-            read_old(old, make_mlp(), key="best")
+        refuse(
+            r"key of old is 'best'; .* one of 'model', 'ema\.module'", old, make_mlp(), key="best"
+        )
 
 
 def test_a_teacher_under_another_prefix_needs_a_key(tmp_path: Path) -> None:
     model, teacher = make_mlp(), make_mlp()
     both = rename(model, lambda n: f"model.{n}") | rename(teacher, lambda n: f"teacher.{n}")
     torch.save({"state_dict": both}, tmp_path / "w.ckpt")
-    with pytest.raises(InputError, match=r"'state_dict\.model' and in 'state_dict\.teacher' that"):
-        read_old(tmp_path / "w.ckpt", make_mlp())
+    refuse(
+        r"'state_dict\.model' and in 'state_dict\.teacher' that", tmp_path / "w.ckpt", make_mlp()
+    )
     check_read(tmp_path / "w.ckpt", model, make_mlp(), key="model")
     check_read(tmp_path / "w.ckpt", teacher, make_mlp(), key="state_dict.teacher")
 
 
 def test_a_file_that_needs_code_says_what_to_do(tmp_path: Path) -> None:
     torch.save(make_mlp(), tmp_path / "whole.pt")
-    with pytest.raises(
-        InputError, match=r"only by running code of .*; .* torch\.save\(model\.state"
-    ):
-        read_old(tmp_path / "whole.pt", make_mlp())
+    refuse(
+        r"only by running code of .*; .* torch\.save\(model\.state",
+        tmp_path / "whole.pt",
+        make_mlp(),
+    )
     (tmp_path / "broken.safetensors").write_bytes(b"not at all")
     for name in ("broken.safetensors", "nowhere.pt"):
-        with pytest.raises(InputError, match=f"{name}, which cannot be read: "):
-            read_old(tmp_path / name, make_mlp())
+        refuse(f"{name}, which cannot be read: ", tmp_path / name, make_mlp())
 
 
 # Folders of the Trainer and of PEFT.
-
-
 def write_trainer(folder: Path, *names: str) -> nn.Module:
     """A Trainer's checkpoint with what lies beside weights."""
     folder.mkdir(parents=True)
@@ -271,13 +255,10 @@ def make_other(**options) -> nn.Module:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"modules_to_save": ["classifier", "pooler"]},
-        {"use_dora": True},
-        {"target_modules": ["query", "word_embeddings"]},
-        {"bias": "lora_only"},
+        {}, {"modules_to_save": ["classifier", "pooler"]}, {"use_dora": True},
+        {"target_modules": ["query", "word_embeddings"]}, {"bias": "lora_only"},
     ],
-)
+)  # fmt: skip
 def test_an_adapter_as_peft_saves_it(options, tmp_path: Path) -> None:
     old = shift(make_lora(**options))
     old.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
@@ -297,8 +278,6 @@ def test_the_adapters_name_does_not_matter(tmp_path: Path) -> None:
 
 
 # What was published.
-
-
 def test_frozen_tensors_are_compared_with_a_file(tmp_path: Path) -> None:
     model = make_lora()
     base = make_lora().unload()

@@ -5,15 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import PeftModel
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 
 from expunge.certificates.hashes import combine_leaves
 from expunge.certificates.people import commit
@@ -47,32 +42,29 @@ def release_of(build, train=shift, seed: int = 0) -> Release:
     root = combine_leaves(start.values())
     told = Tensors(names=tuple(published), hash=root) if published else None
     record = Record(
-        recipe=Retraining(),
-        parameters=1,
-        seed=seed,
-        start="build",
-        forget=commit(["ann"], 1),
-        retained=commit(["bob"], 1),
-        code=Code(),
+        recipe=Retraining(), parameters=1, seed=seed, start="build", forget=commit(["ann"], 1),
+        retained=commit(["bob"], 1), code=Code(),
         weights=Weights(after=root, start=root, published=told),
         training=TrainingRun(function="own.train", examples=1),
-    )
+    )  # fmt: skip
     return make_release(train(module), record, start=start)
 
 
 @pytest.mark.parametrize(
     ("make", "auto"),
     [
-        (make_gpt2, AutoModelForCausalLM),
-        (make_llama, AutoModelForCausalLM),
-        (make_bert, AutoModelForSequenceClassification),
-        (lambda: compiled(make_gpt2()), AutoModelForCausalLM),
-        (lambda: make_gpt2().bfloat16(), AutoModelForCausalLM),
+        (make_gpt2, transformers.AutoModelForCausalLM),
+        (make_llama, transformers.AutoModelForCausalLM),
+        (make_bert, transformers.AutoModelForSequenceClassification),
+        (lambda: compiled(make_gpt2()), transformers.AutoModelForCausalLM),
+        (lambda: make_gpt2().bfloat16(), transformers.AutoModelForCausalLM),
         (
-            lambda: GPT2LMHeadModel(
-                GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, tie_word_embeddings=False)
+            lambda: transformers.GPT2LMHeadModel(
+                transformers.GPT2Config(
+                    vocab_size=8, n_embd=4, n_layer=1, n_head=1, tie_word_embeddings=False
+                )
             ),
-            AutoModelForCausalLM,
+            transformers.AutoModelForCausalLM,
         ),
     ],
 )
@@ -224,7 +216,7 @@ def test_other_kinds_of_releases_say_who_reads_them(kind: str, use: str, tmp_pat
 def test_what_is_applied_is_listed_again(tmp_path: Path) -> None:
     release = release_of(make_gpt2).apply(lambda model: model.bfloat16(), note="bfloat16")
     run = release.save(tmp_path / "run")
-    model = AutoModelForCausalLM.from_pretrained(run)
+    model = transformers.AutoModelForCausalLM.from_pretrained(run)
     assert model.dtype is torch.bfloat16
     assert hash_module(model) == release.certificate.weights.after
     assert release.certificate.applied[0].note == "bfloat16"

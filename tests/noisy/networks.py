@@ -6,31 +6,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from expunge import (
-    Data,
-    GradientClipping,
-    ModelClipping,
-    OutputPerturbation,
-    Release,
-    SeededNoise,
-    unlearn,
-)
+import expunge
 
-GRADIENT = GradientClipping(
+GRADIENT = expunge.GradientClipping(
     start_clip=0.5, grad_clip=1.0, learning_rate=0.1, weight_decay=2.0, steps=7, noise_std=0.3
 )
-SCHEDULED = GradientClipping(
-    start_clip=0.5,
-    grad_clip=0.5,
-    learning_rate=[0.2, 0.1, 0.05, 0.1],
-    weight_decay=1.0,
-    steps=4,
-    noise_std=[0.2, 0.3, 0.25, 0.5],
-    start_noise_std=0.4,
-    model_clip=2.0,
+SCHEDULED = expunge.GradientClipping(
+    start_clip=0.5, grad_clip=0.5, learning_rate=[0.2, 0.1, 0.05, 0.1], weight_decay=1.0, steps=4,
+    noise_std=[0.2, 0.3, 0.25, 0.5], start_noise_std=0.4, model_clip=2.0,
+)  # fmt: skip
+MODEL = expunge.ModelClipping(
+    model_clip=1.0, learning_rate=0.1, weight_decay=1.0, noise_std=0.5, steps=6
 )
-MODEL = ModelClipping(model_clip=1.0, learning_rate=0.1, weight_decay=1.0, noise_std=0.5, steps=6)
-OUTPUT = OutputPerturbation(start_clip=0.5, noise_std=1.5)
+OUTPUT = expunge.OutputPerturbation(start_clip=0.5, noise_std=1.5)
 NOISY = {"gradients": GRADIENT, "scheduled": SCHEDULED, "model": MODEL, "output": OUTPUT}
 
 
@@ -53,30 +41,30 @@ def make_rows(count: int = 25) -> tuple[Tensor, Tensor]:
     )
 
 
-def make_data(examples: Any = None, **options: Any) -> Data:
+def make_data(examples: Any = None, **options: Any) -> expunge.Data:
     """25 rows, the last of which is of "gone"."""
     ids = [*(f"p{i}" for i in range(24)), "gone"]
-    return Data(make_rows() if examples is None else examples, ids=ids, **options)
+    return expunge.Data(make_rows() if examples is None else examples, ids=ids, **options)
 
 
 def run(
-    old: Any = None, build: Any = make_mlp, data: Data | None = None, **options: Any
-) -> Release:
+    old: Any = None, build: Any = make_mlp, data: expunge.Data | None = None, **options: Any
+) -> expunge.Release:
     given = {
         "forget": ["gone"],
         "recipe": GRADIENT,
         "loss": cross_entropy,
-        "noise": SeededNoise(0),
+        "noise": expunge.SeededNoise(0),
         "batch_size": 8,
         "delta": 0.1,
     } | options
     old = make_old() if old is None else old
-    return unlearn(old, build, make_data() if data is None else data, **given)
+    return expunge.unlearn(old, build, make_data() if data is None else data, **given)
 
 
-def flatten(release: Release) -> Tensor:
+def flatten(release: expunge.Release) -> Tensor:
     return torch.cat([t.reshape(-1).double() for t in release.tensors.values()])
 
 
-def equal(one: Release, two: Release) -> bool:
+def equal(one: expunge.Release, two: expunge.Release) -> bool:
     return all(torch.equal(t, two.tensors[name]) for name, t in one.tensors.items())

@@ -14,34 +14,22 @@ from torch.nn.functional import cross_entropy
 
 from expunge import ExpungeError, SystemNoise, Training
 from expunge.noisy.steps import Steps
-from tests.noisy.networks import (
-    GRADIENT,
-    MODEL,
-    NOISY,
-    flatten,
-    make_data,
-    make_mlp,
-    make_old,
-    make_rows,
-    run,
-)
+from tests.noisy import networks
 
 
 def describe(release) -> dict:
-    flat = flatten(release).contiguous()
+    flat = networks.flatten(release).contiguous()
     return {
-        "weights": flat.tolist(),
-        "digest": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
-        "noise": release.record.trace.noise_norm,
-        "certificate": release.certificate.sha256,
+        "weights": flat.tolist(), "digest": hashlib.sha256(flat.numpy().tobytes()).hexdigest(),
+        "noise": release.record.trace.noise_norm, "certificate": release.certificate.sha256,
         "processes": release.certificate.environment.processes,
         "epsilon": release.certificate.epsilon,
-    }
+    }  # fmt: skip
 
 
 def refuse(**options) -> str:
     try:
-        run(**options)
+        networks.run(**options)
     except ExpungeError as error:
         return f"{type(error).__name__}: {error}"
     return "not noticed"
@@ -65,15 +53,15 @@ def bend(rank: int) -> str:
 
 def train(**options) -> list[float]:
     """The built-in training, which shares every batch."""
-    model, (x, y) = make_old(norm=True), make_rows()
+    model, (x, y) = networks.make_old(norm=True), networks.make_rows()
     train = Training(epochs=3, batch_size=8, clip_norm=1.0, **options)
     train(model, (x, y), seed=0, validation=(x, y))
     return [value for t in model.state_dict().values() for value in t.double().flatten().tolist()]
 
 
 def train_plain() -> list[float]:
-    model = make_old()
-    Training(epochs=3, batch_size=9, optimizer="adam")(model, make_rows(), seed=0)
+    model = networks.make_old()
+    Training(epochs=3, batch_size=9, optimizer="adam")(model, networks.make_rows(), seed=0)
     return [value for t in model.state_dict().values() for value in t.double().flatten().tolist()]
 
 
@@ -87,31 +75,35 @@ def stop_and_resume(folder: Path):
         return cross_entropy(output, target)
 
     try:
-        run(loss=loss, resume=folder / "state")
+        networks.run(loss=loss, resume=folder / "state")
     except KeyboardInterrupt:
         dist.barrier()
-    return run(loss=loss, resume=folder / "state")
+    return networks.run(loss=loss, resume=folder / "state")
 
 
 def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    x, y = make_rows()
-    other = make_data((x + rank, y))
+    x, y = networks.make_rows()
+    other = networks.make_data((x + rank, y))
     resumed = stop_and_resume(folder)
     report = {
-        "runs": {name: describe(run(recipe=recipe)) for name, recipe in NOISY.items()},
-        "system": describe(run(noise=SystemNoise(), build=lambda: make_mlp(dropout=0.3))),
-        "single rows": describe(run(batch_size=1)),
-        "norm": describe(run(build=lambda: make_mlp(norm=True), strict=False)),
+        "runs": {
+            name: describe(networks.run(recipe=recipe)) for name, recipe in networks.NOISY.items()
+        },
+        "system": describe(
+            networks.run(noise=SystemNoise(), build=lambda: networks.make_mlp(dropout=0.3))
+        ),
+        "single rows": describe(networks.run(batch_size=1)),
+        "norm": describe(networks.run(build=lambda: networks.make_mlp(norm=True), strict=False)),
         "resumed": describe(resumed) | {"count": resumed.record.resumed},
         "trained": train_plain(),
         "early stopping": train(patience=1, learning_rate=3.0),
         "refused": {
-            "recipe": refuse(recipe=MODEL if rank else GRADIENT),
+            "recipe": refuse(recipe=networks.MODEL if rank else networks.GRADIENT),
             "data": refuse(data=other),
-            "one rank": refuse(recipe=replace(GRADIENT, noise_std=1e-9 if rank else 0.3)),
+            "one rank": refuse(recipe=replace(networks.GRADIENT, noise_std=1e-9 if rank else 0.3)),
             "bent": bend(rank),
         },
     }

@@ -30,8 +30,6 @@ def twin(stream: NoiseStream) -> NoiseStream:
 
 
 # ------------------------------------------------------------------ purity and no repeats
-
-
 @pytest.mark.parametrize("noise", SOURCES)
 @pytest.mark.parametrize("start", [0, 1, 2**40 - 7, 2**48 - 3 * CHUNK])
 def test_any_partition_gives_the_same_numbers(noise: Any, start: int) -> None:
@@ -57,12 +55,10 @@ def test_same_seed_is_bit_equal_and_other_seeds_steps_positions_keys_are_not() -
     one = draw(SeededNoise(9).begin(), 500)
     assert one.tobytes() == draw(SeededNoise(9).begin(), 500).tobytes()
     others = [
-        draw(SeededNoise(10).begin(), 500),
-        draw(SeededNoise(9).begin(), 500, step=1),
-        draw(SeededNoise(9).begin(), 500, position=500),
+        draw(SeededNoise(10).begin(), 500), draw(SeededNoise(9).begin(), 500, step=1),
+        draw(SeededNoise(9).begin(), 500, position=500), draw(SystemNoise().begin(), 500),
         draw(SystemNoise().begin(), 500),
-        draw(SystemNoise().begin(), 500),
-    ]
+    ]  # fmt: skip
     for index, other in enumerate(others):
         for another in [one, *others[:index]]:
             assert np.count_nonzero(other == another) < 5
@@ -81,8 +77,6 @@ def test_what_was_passed_cannot_be_drawn_again(step: int, position: int) -> None
 
 
 # ------------------------------------------------------------------ the key stays in memory
-
-
 @pytest.mark.parametrize("noise", SOURCES)
 def test_the_key_is_in_no_representation(noise: Any) -> None:
     stream = noise.begin()

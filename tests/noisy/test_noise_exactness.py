@@ -12,26 +12,14 @@ from mpmath import MPContext
 from scipy import stats
 
 import expunge.noisy.noise as module
-from expunge.noisy.noise import NoiseStream, SeededNoise, SystemNoise
+from expunge.noisy.noise import SeededNoise, SystemNoise
+from tests.noisy.test_noise import SOURCES, draw, twin
 
-SOURCES = [SystemNoise(), SeededNoise(3)]
 mp = MPContext()
 mp.prec = 260
 
 
-def draw(stream: NoiseStream, size: int, *, step: int = 0, position: int = 0, std: float = 1e6):
-    out = np.full(size, np.nan)
-    stream.draw(out, step=step, position=position, std=std)
-    return out
-
-
-def twin(stream: NoiseStream) -> NoiseStream:
-    return NoiseStream(stream.export_key())
-
-
 # ------------------------------------------------------------------ an oracle with 260 bits
-
-
 def keystream(key: bytes, domain: int, step: int, block: int, size: int) -> bytes:
     counter = (domain << 126) + (step << 64) + block
     cipher = Cipher(algorithms.AES(key), modes.CTR(counter.to_bytes(16, "big")))
@@ -69,8 +57,6 @@ def test_every_value_is_the_rounding_of_the_ideal_one(noise: Any, std: float) ->
 
 
 # ------------------------------------------------------------------ error bound and decision
-
-
 def hard_words(count: int, seed: int) -> Any:
     """Random words; a quarter each with V near 0, V near 1 and Θ near a multiple of π/4."""
     rng = np.random.default_rng(seed)

@@ -67,12 +67,8 @@ def check_sixth_moment(x: Any) -> float:
 
 
 SCALE_CHECKS = [
-    check_kolmogorov_smirnov,
-    check_chi_square,
-    check_variance,
-    check_tails,
-    check_sixth_moment,
-]
+    check_kolmogorov_smirnov, check_chi_square, check_variance, check_tails, check_sixth_moment,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", SCALE_CHECKS)

@@ -13,18 +13,7 @@ from expunge import InputError, SeededNoise, SystemNoise
 from expunge.noisy import steps as module
 from expunge.noisy.steps import FILE, uninterrupted
 from expunge.training.checkpoints import read_checkpoint, write_checkpoint
-from tests.noisy.networks import (
-    GRADIENT,
-    MODEL,
-    NOISY,
-    OUTPUT,
-    equal,
-    make_data,
-    make_mlp,
-    make_old,
-    make_rows,
-    run,
-)
+from tests.noisy import networks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PLAN = SimpleNamespace()  # no plain value: the source of the loss stays the same
@@ -42,24 +31,28 @@ def loss(output, target):
 
 
 def build():
-    return make_mlp(dropout=0.2)
+    return networks.make_mlp(dropout=0.2)
 
 
 def go(folder, *, stop=None, error=KeyboardInterrupt, old=None, data=None, **options):
     """The first step evaluates the loss twice, every other once."""
     PLAN.stop, PLAN.seen, PLAN.error = stop, [], error
-    return run(old, build, data, loss=loss, resume=folder, **options)
+    return networks.run(old, build, data, loss=loss, resume=folder, **options)
 
 
-@pytest.mark.parametrize("recipe", [r for r in NOISY.values() if r is not OUTPUT])
+def stop_at(loss, folder, **options):
+    with pytest.raises(KeyboardInterrupt):
+        go(folder, stop=loss, **options)
+
+
+@pytest.mark.parametrize("recipe", [r for r in networks.NOISY.values() if r is not networks.OUTPUT])
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_a_resumed_run_equals_the_uninterrupted_one(tmp_path, recipe, stop):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path / "state", recipe=recipe, stop=stop)
+    stop_at(stop, tmp_path / "state", recipe=recipe)
     first = PLAN.seen[1:-1]
     resumed, rest = go(tmp_path / "state", recipe=recipe), PLAN.seen[1:]
     whole = go(tmp_path / "other", recipe=recipe)
-    assert equal(resumed, whole)
+    assert networks.equal(resumed, whole)
     assert resumed.record.trace == whole.record.trace
     assert (resumed.record.resumed, resumed.record.noise.keys) == (1, 2)
     assert first + rest == PLAN.seen[1:]  # the rest of a shuffled pass
@@ -74,12 +67,11 @@ def test_after_a_kill_it_goes_on_from_the_last_save(tmp_path, monkeypatch):
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
     resumed = go(tmp_path)
     assert resumed.record.resumed == 2  # the second was killed before its first save
-    assert equal(resumed, run(build=build, loss=loss))
+    assert networks.equal(resumed, networks.run(build=build, loss=loss))
 
 
 def test_noise_is_fresh_after_a_resume(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=5, noise=SystemNoise())
+    stop_at(5, tmp_path, noise=SystemNoise())
     kept, ends = (tmp_path / FILE).read_bytes(), []
     for _ in range(2):
         (tmp_path / FILE).write_bytes(kept)
@@ -95,28 +87,29 @@ def test_no_key_is_in_a_checkpoint(tmp_path):
     assert SeededNoise(0).begin().export_key() not in (tmp_path / FILE).read_bytes()
 
 
-@pytest.mark.parametrize("recipe", [GRADIENT, OUTPUT], ids=["gradients", "output"])
+@pytest.mark.parametrize(
+    "recipe", [networks.GRADIENT, networks.OUTPUT], ids=["gradients", "output"]
+)
 def test_a_finished_run_draws_nothing_again(tmp_path, recipe):
     first = go(tmp_path, recipe=recipe, noise=SystemNoise())
     again = go(tmp_path, recipe=recipe, noise=SystemNoise())
-    assert equal(first, again)
+    assert networks.equal(first, again)
     assert PLAN.seen == []
     assert (again.record.resumed, again.record.noise.keys) == (0, 1)
     assert again.record.trace == first.record.trace
 
 
 def test_another_run_is_refused_by_what_differs(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=3)
-    x, y = make_rows()
+    stop_at(3, tmp_path)
+    x, y = networks.make_rows()
     x[3, 2] += 1
     for options, name in [
-        ({"recipe": MODEL}, "recipe"),
-        ({"recipe": replace(GRADIENT, steps=8)}, "recipe"),
-        ({"old": make_old(8)}, "old model"),
+        ({"recipe": networks.MODEL}, "recipe"),
+        ({"recipe": replace(networks.GRADIENT, steps=8)}, "recipe"),
+        ({"old": networks.make_old(8)}, "old model"),
         ({"noise": SystemNoise()}, "noise"),
         ({"seed": 1}, "public start"),
-        ({"data": make_data((x, y))}, "data"),
+        ({"data": networks.make_data((x, y))}, "data"),
         ({"forget": ["p3"]}, "people to forget"),
         ({"batch_size": 9}, "batch_size"),
         ({"centre": "zero"}, "centre"),
@@ -153,14 +146,13 @@ def test_ctrl_c_waits_for_the_end_of_a_step():
     assert len(done) == 1
 
 
-@pytest.mark.parametrize("recipe", NOISY.values(), ids=list(NOISY))
+@pytest.mark.parametrize("recipe", networks.NOISY.values(), ids=list(networks.NOISY))
 @pytest.mark.parametrize("change", ["far", "no noise", "trace", "short"])
 def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
-    if recipe is OUTPUT:
+    if recipe is networks.OUTPUT:
         go(tmp_path, recipe=recipe)
     else:
-        with pytest.raises(KeyboardInterrupt):
-            go(tmp_path, recipe=recipe, stop=3)
+        stop_at(3, tmp_path, recipe=recipe)
     saved = read_checkpoint(tmp_path / FILE)
     match change:
         case "far":
@@ -178,8 +170,7 @@ def test_a_vector_that_no_step_led_to_is_refused(tmp_path, recipe, change):
 
 
 def test_a_start_beyond_its_clip_is_refused(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=1)
+    stop_at(1, tmp_path)
     saved = read_checkpoint(tmp_path / FILE)
     write_checkpoint(tmp_path / FILE, saved | {"cells": 2 * saved["cells"]})
     with pytest.raises(InputError, match="to which no step led"):
@@ -187,8 +178,7 @@ def test_a_start_beyond_its_clip_is_refused(tmp_path):
 
 
 def test_checkpoints_without_their_run_are_refused(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        go(tmp_path, stop=3)
+    stop_at(3, tmp_path)
     (tmp_path / "run.json").unlink()
     with pytest.raises(InputError, match=f"which has {FILE} and no run.json"):
         go(tmp_path)

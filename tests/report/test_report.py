@@ -3,8 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -108,10 +106,8 @@ def test_no_page_is_made_of_what_does_not_hold(tmp_path) -> None:
 def test_metrics_of_any_shape_are_shown_or_left_out(metrics, tmp_path) -> None:
     save_release(tmp_path / "run")
     (tmp_path / "run" / "metrics.json").write_text(metrics)
-    assert (
-        "true"
-        not in write_report(tmp_path / "run").read_text("utf-8").lower().split("accuracy")[-1]
-    )
+    text = write_report(tmp_path / "run").read_text("utf-8").lower()
+    assert "true" not in text.split("accuracy")[-1]
 
 
 def test_unusable_metrics_are_named(tmp_path) -> None:
@@ -162,15 +158,6 @@ def test_pictures() -> None:
     points = re.search(r'points="([^"]*)"', drawn)[1].split()
     assert len(points) <= 400
     assert min(float(point.split(",")[1]) for point in points) < 60, "the spike is still there"
-
-
-def test_no_torch(tmp_path) -> None:
-    save_release(tmp_path / "run")
-    code = (
-        "import sys; from expunge.report.page import write_report; "
-        f"write_report({str(tmp_path / 'run')!r}); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.slow

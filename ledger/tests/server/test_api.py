@@ -4,12 +4,10 @@ import json
 import time
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
 from expunge_ledger import models
 from expunge_ledger.records import read_pace
 from expunge_ledger.server.desk import Desk
-from ledger.tests.life import Killed, die, let_lease_end
+from ledger.tests.life import die_at, let_lease_end
 from ledger.tests.server_run import Life
 
 EVERY = (
@@ -57,61 +55,61 @@ def test_what_each_role_may_do(life: Life) -> None:
 
 
 def test_a_requester_sees_what_it_filed_and_nothing_else(both: Life) -> None:
-    life = both
-    mine = life.file("requester", "person-1", model="shop")
-    other = life.file("operator", "person-2", model="shop")
-    assert [r["number"] for r in life.ask("requester", "GET", "/requests").json()["requests"]] == [
+    mine = both.file("requester", "person-1", model="shop")
+    other = both.file("operator", "person-2", model="shop")
+    assert [r["number"] for r in both.ask("requester", "GET", "/requests").json()["requests"]] == [
         mine
     ]
-    missing = life.ask("requester", "GET", "/requests/999")
-    hidden = life.ask("requester", "GET", f"/requests/{other}")
+    missing = both.ask("requester", "GET", "/requests/999")
+    hidden = both.ask("requester", "GET", f"/requests/{other}")
     assert (hidden.status_code, hidden.text) == (404, missing.text)
-    events = life.ask("requester", "GET", f"/requests/{mine}/events").json()
+    events = both.ask("requester", "GET", f"/requests/{mine}/events").json()
     assert [event["kind"] for event in events] == ["requested", "filed"]
     assert events[0]["body"]["model"] == "shop"
-    life.work()
-    release = life.ask("requester", "GET", "/models/shop/releases/1/certificate.json")
+    both.work()
+    release = both.ask("requester", "GET", "/models/shop/releases/1/certificate.json")
     assert release.status_code == 200
-    life.file("operator", "person-5", model="shop")
-    life.work()
+    both.file("operator", "person-5", model="shop")
+    both.work()
     for file in ("certificate.json", "statement.txt"):
-        other_release = life.ask("requester", "GET", f"/models/shop/releases/2/{file}")
+        other_release = both.ask("requester", "GET", f"/models/shop/releases/2/{file}")
         assert other_release.status_code == 404
 
 
 def test_who_files_the_same_sees_the_request_that_is_there(both: Life) -> None:
-    life = both
-    number = life.file("operator", "person-1", model="shop")
-    assert life.file("requester", "person-1", model="shop") == number
-    assert life.ask("requester", "GET", f"/requests/{number}").status_code == 200
-    before = life.ledger.anchor()
-    assert life.file("requester", "person-1", model="shop") == number
-    assert life.ledger.anchor() == before
+    number = both.file("operator", "person-1", model="shop")
+    assert both.file("requester", "person-1", model="shop") == number
+    assert both.ask("requester", "GET", f"/requests/{number}").status_code == 200
+    before = both.ledger.anchor()
+    assert both.file("requester", "person-1", model="shop") == number
+    assert both.ledger.anchor() == before
 
 
 def test_a_token_for_one_model_knows_no_other(both: Life) -> None:
-    life = both
-    everywhere = life.file("operator", "person-1")
-    shop = life.file("operator", "person-2", model="shop")
+    everywhere = both.file("operator", "person-1")
+    shop = both.file("operator", "person-2", model="shop")
     who = "operator-search"
-    listed = life.ask(who, "GET", "/requests").json()
+    listed = both.ask(who, "GET", "/requests").json()
     assert [one["number"] for one in listed["requests"]] == [everywhere]
     assert [one["model"] for one in listed["requests"][0]["answers"]] == ["search"]
-    assert life.ask(who, "GET", f"/requests/{shop}").status_code == 404
-    found = life.ask(who, "POST", "/requests/find", {"person": "person-2"}).json()
+    assert both.ask(who, "GET", f"/requests/{shop}").status_code == 404
+    found = both.ask(who, "POST", "/requests/find", {"person": "person-2"}).json()
     assert found["total"] == 0
     assert (
-        life.ask(who, "POST", f"/requests/{everywhere}/refuse", {"reason": "no"}).status_code == 403
+        both.ask(who, "POST", f"/requests/{everywhere}/refuse", {"reason": "no"}).status_code == 403
     )
-    own = life.ask(who, "POST", "/requests", {"person": "person-5"}).json()
+    own = both.ask(who, "POST", "/requests", {"person": "person-5"}).json()
     assert own["model"] == "search"
-    other = life.ask(who, "POST", "/requests", {"person": "person-5", "model": "shop"})
+    other = both.ask(who, "POST", "/requests", {"person": "person-5", "model": "shop"})
     assert other.status_code == 403
-    assert [one["name"] for one in life.ask(who, "GET", "/models").json()] == ["search"]
-    events = life.ask(who, "GET", f"/requests/{everywhere}/events").json()
+    assert [one["name"] for one in both.ask(who, "GET", "/models").json()] == ["search"]
+    events = both.ask(who, "GET", f"/requests/{everywhere}/events").json()
     assert all("shop" not in json.dumps(event["body"]) for event in events)
-    life.work("shop")
-    assert life.ask(who, "GET", "/models/shop/releases/1/certificate.json").status_code == 404
+    totals = [both.ask(who, "GET", f"/requests?model={one}").json()["total"]
+              for one in ("search", "shop", "none")]  # fmt: skip
+    assert totals == [2, 0, 0], "chosen by another model, the list says nothing"
+    both.work("shop")
+    assert both.ask(who, "GET", "/models/shop/releases/1/certificate.json").status_code == 404
 
 
 def test_refused_withdrawn_and_why(life: Life) -> None:
@@ -133,35 +131,34 @@ def test_refused_withdrawn_and_why(life: Life) -> None:
 
 
 def test_the_list_pages_and_chooses_as_the_clocks_say(both: Life) -> None:
-    life = both
     today = datetime.now(UTC).date()
     for place, left in enumerate((-3, -1, 0, 1, 7, 8, 20)):
         due = today + timedelta(days=left)
         received = today - timedelta(days=30)
-        life.ledger.request(f"person-{place}", model="shop", received=received, due=due)
+        both.ledger.request(f"person-{place}", model="shop", received=received, due=due)
     for number in (2, 7):
-        life.ledger.refuse(number, "no")
-    everything = life.ask("auditor", "GET", "/requests").json()
+        both.ledger.refuse(number, "no")
+    everything = both.ask("auditor", "GET", "/requests").json()
     assert [one["number"] for one in everything["requests"]] == [1, 3, 4, 5, 6, 7, 2]
     assert everything["waiting"] == {"overdue": 1, "due soon": 3, "on time": 1}
     for pace in ("on time", "due soon", "overdue"):
-        listed = life.ask("auditor", "GET", f"/requests?pace={pace}").json()
+        listed = both.ask("auditor", "GET", f"/requests?pace={pace}").json()
         expected = {
             one.number
-            for one in life.ledger.requests()
+            for one in both.ledger.requests()
             if read_pace(one.due, one.ended and one.ended.date(), today)[0] == pace
         }
         assert {one["number"] for one in listed["requests"]} == expected
         assert all(one["pace"] == pace for one in listed["requests"])
-    pages = [life.ask("auditor", "GET", f"/requests?most=3&page={page}") for page in (1, 2, 3, 4)]
+    pages = [both.ask("auditor", "GET", f"/requests?most=3&page={page}") for page in (1, 2, 3, 4)]
     numbers = [[one["number"] for one in page.json()["requests"]] for page in pages]
     assert numbers == [[1, 3, 4], [5, 6, 7], [2], []]
     assert {page.json()["total"] for page in pages} == {7}
-    waiting = life.ask("auditor", "GET", "/requests?state=waiting&model=shop").json()
+    waiting = both.ask("auditor", "GET", "/requests?state=waiting&model=shop").json()
     assert waiting["total"] == 5
-    assert life.ask("auditor", "GET", "/requests?model=search").json()["total"] == 0
+    assert both.ask("auditor", "GET", "/requests?model=search").json()["total"] == 0
     for query in ("state=odd", "pace=fast", "page=0", "most=1000", "page=x"):
-        assert life.ask("auditor", "GET", f"/requests?{query}").status_code == 422
+        assert both.ask("auditor", "GET", f"/requests?{query}").status_code == 422
 
 
 def test_verification_names_what_differs(life: Life) -> None:
@@ -190,24 +187,15 @@ def test_verification_names_what_differs(life: Life) -> None:
 def test_a_model_that_fails_says_so_and_its_requests_stay_open(life: Life) -> None:
     number = life.file("operator", "person-1", model="shop")
     (life.folder / "shop" / "stand-in.json").write_text("{}")
-    life.ask("operator", "POST", "/models/shop/work")
-    until = time.monotonic() + 120
-    while not (now := life.ask("operator", "GET", "/work").json()[0])["over"]:
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    now = life.let_work("shop")
     assert (now["stage"], bool(now["said"])) == ("failed", True)
     assert life.ask("auditor", "GET", "/work").json()[0]["said"] == ""
     assert life.ledger.get(number).state == "open"
 
 
-def test_work_that_a_dead_worker_left_is_taken_up_when_a_server_starts(
-    life: Life, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_work_that_a_dead_worker_left_is_taken_up_when_a_server_starts(life: Life) -> None:
     number = life.file("operator", "person-1", model="search")
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model, "forget", die)
-        with pytest.raises(Killed):
-            life.ledger.work("search")
+    die_at(models.Model, "forget", life.ledger.work, "search")
     let_lease_end(life.ledger)
     desk = Desk(life.ledger, pause=0.05)
     desk.start()

@@ -144,14 +144,10 @@ def test_a_form_that_cannot_be_filed_says_why_and_shows_no_identifier(life: Life
     officer = Browser(life, "operator")
     secret = "zoe-8842@example.org"
     for fields in (
-        {"received": "2999-01-01"},
-        {"received": "2026-13-01"},
-        {"received": "2026-02-02", "due": "2026-01-01"},
-        {"model": "nothing"},
-        {"reason": "x" * 2001},
-        {"person": secret + "\u200b"},
-        {"odd": "1"},
-    ):
+        {"received": "2999-01-01"}, {"received": "2026-13-01"},
+        {"received": "2026-02-02", "due": "2026-01-01"}, {"model": "nothing"},
+        {"reason": "x" * 2001}, {"person": secret + "\u200b"}, {"odd": "1"},
+    ):  # fmt: skip
         answer = officer.send("/requests/new", "/requests", **{"person": secret} | fields)
         assert answer.status_code in (400, 422), fields
         assert 'role="alert"' in answer.text
@@ -175,7 +171,7 @@ def test_finding_a_person(life: Life) -> None:
     assert officer.post("/evidence", form_token=token, person="x").status_code == 404
 
 
-def test_signing_in_and_out(life: Life) -> None:
+def test_signing_in_and_out_and_a_token_that_is_revoked(life: Life) -> None:
     stranger = Browser(life)
     for path in ("/", "/requests/1", "/models", "/find", "/requests/new", "/models/shop"):
         answer = stranger.get(path)
@@ -189,9 +185,6 @@ def test_signing_in_and_out(life: Life) -> None:
     assert stranger.get("/").status_code == 200
     stranger.send("/", "/sign-out")
     assert stranger.get("/").status_code == 303
-
-
-def test_a_token_that_is_revoked_ends_its_sessions(life: Life) -> None:
     officer = Browser(life, "operator")
     assert officer.get("/").status_code == 200
     life.ledger.revoke_token("operator")
