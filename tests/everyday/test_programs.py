@@ -39,7 +39,8 @@ class Translator(nn.Module):
 
 
 def test_sentences_of_a_table_padded_by_a_collate_of_ones_own():
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     source = [[2 + (i + j) % 10 for j in range(3 + i % 4)] for i in range(40)]
     table = datasets.Dataset.from_dict({"source": source, "user": NAMES})
 
@@ -118,7 +119,8 @@ def test_two_networks_and_two_optimizers(rows, tmp_path):
 
 
 def test_texts_where_tokens_are_meant():
-    linear = pytest.importorskip("expunge.linear_model")
+    import expunge.linear_model as linear
+
     network = nn.Sequential(nn.Embedding(9, 4), nn.Flatten()).eval()
     model = linear.LogisticRegression(features=expunge.Features(network))
     with pytest.raises(expunge.ExpungeError, match="what its tokenizer makes of them"):
