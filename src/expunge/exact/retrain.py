@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,12 @@ def retrain(
     trained = run_training(train, module, request.retained, seed, resume=resume, device=device)
     tensors = collect_tensors(trained)
     release = make_release(trained, record, start=start, tensors=tensors, parent=request.parent)
+    if release.record.weights.after == root:
+        warnings.warn(
+            "train left every weight as build() gave it; it must train the model that it is given, "
+            "or return the module that has the weights",
+            stacklevel=2,
+        )
     return _share(release)
 
 

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 import expunge
 from expunge.certificates.signing import sign_bytes
+from expunge.errors import ExpungeError
 from expunge.jobs.options import find_loss, list_options, suggest, try_options
 from expunge.recipes import METHODS, Execution, NoisyRecipe, from_dict
 
@@ -42,7 +43,10 @@ def _check_path(given: str, info: ValidationInfo) -> str:
 
 def _check_key(given: str, info: ValidationInfo) -> str:
     """A key that cannot sign is refused before anything is trained, not after."""
-    sign_bytes(b"", cast(Path, info.context) / Path(given).expanduser())
+    try:
+        sign_bytes(b"", cast(Path, info.context) / Path(given).expanduser())
+    except ExpungeError as error:
+        raise ValueError(str(error)) from None
     return given
 
 

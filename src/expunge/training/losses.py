@@ -79,7 +79,21 @@ def run_batch(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Tensor, 
             )
         case _:
             target, output = batch, model(batch)
+    if loss is cross_entropy:
+        _check_classes(getattr(output, "logits", output), target)
     return _check_scalar(loss(output, target)), output, target
+
+
+def _check_classes(output: Any, target: Any) -> None:
+    """Cross-entropy is of classes or their probabilities, not of other real numbers."""
+    if not isinstance(output, Tensor) or not isinstance(target, Tensor):
+        return
+    one = output.shape[1:] in ((), (1,))
+    if target.is_floating_point() and (one or output.shape != target.shape):
+        raise InputError(
+            "loss is cross_entropy, and the targets are real numbers; it must be one that fits "
+            "them, such as torch.nn.functional.mse_loss"
+        )
 
 
 def _forward(model: nn.Module, inputs: Sequence[Any]) -> Any:
