@@ -107,8 +107,23 @@ def test_replay_of_shards_reads_the_released_file(tmp_path) -> None:
     shards.learn(DATA)
     shards.release().save(tmp_path / "run")
     assert shards.replay(DATA, run=tmp_path / "run") == []
+    shutil.copytree(tmp_path / "run", tmp_path / "more")
+    (tmp_path / "more" / "record.json").unlink()
+    forge(tmp_path / "more", lambda plain: plain["retained"].update(count=9000))
+    (said,) = shards.replay(DATA, run=tmp_path / "more")
+    assert said.startswith("the data are of 10 people with")
+    assert "the release says 9000 people with" in said
     write_weights(tmp_path / "run", lambda tensor: tensor * 0 + 3)
-    with pytest.raises(VerificationError, match="its certificate says"):
+    with pytest.raises(VerificationError, match="but the certificate has"):
+        shards.replay(DATA, run=tmp_path / "run")
+    # The certificate names the file now, but its constituents are the honest ones.
+    (tmp_path / "run" / "record.json").unlink()
+    after = hash_tensors(load_file(tmp_path / "run" / "model.safetensors"))
+    forge(tmp_path / "run", lambda plain: plain["weights"].update(after=after))
+    with pytest.raises(VerificationError, match=r"constituents\.0 in"):
+        shards.replay(DATA, run=tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"a release of shards, with model\.safetensors"):
         shards.replay(DATA, run=tmp_path / "run")
 
 
