@@ -5,15 +5,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import expunge
+from expunge.certificates.hashes import hash_tensors
+from expunge.certificates.record import Adapter, Weights
+from expunge.certificates.release import Contents, describe_contents
 from expunge_ledger import Ledger, models
 from expunge_ledger.work import Worker
 from ledger.tests import life
 from ledger.tests.life import check_differs, check_fails, die_at, file, forget
 from ledger.tests.stand_in import FILE, StandIn, make_state
 from tests.helpers.job_folder import write_job
+from tests.helpers.sample_releases import make_record, make_release
 
 
 def test_a_certificate_of_others_does_not_answer(
@@ -296,3 +301,19 @@ def test_a_job_keeps_everybody_out_whom_it_forgot(net: Ledger, tmp_path: Path) -
     net.request("p3")
     check_fails(net, "is not the certificate that the ledger knows")
     assert life.list_states(net)[4] in ("open", "running")
+
+
+def test_an_adapter_that_is_gone_is_missed(tmp_path: Path) -> None:
+    """It is what a release of PEFT is about, and no configuration."""
+    tensors = {"base": np.zeros(16), "lora": np.ones(3)}
+    contents = describe_contents(Contents(tensors))
+    hashes = Adapter(hash=hash_tensors({"lora": tensors["lora"]}), base="b" * 64)
+    record = make_record(tensors, weights=Weights(start="a" * 64, **contents | {"adapter": hashes}))
+    files = {"adapter/adapter_model.safetensors": {"lora": tensors["lora"]}}
+    run = make_release(record, tensors, files=files).save(tmp_path / "run")
+    models.check_release(run, ["ann", "bob"])
+    (run / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        expunge.VerificationError, match=r"has no adapter/adapter_model\.safetensors"
+    ):
+        models.check_release(run, ["ann", "bob"])

@@ -24,9 +24,7 @@ def verify(
     parent: Annotated[
         Path | None, typer.Option(help="The folder of the release before, or its certificate.")
     ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Default: model.safetensors, or its index, in DIR.")
-    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Default: model.safetensors in DIR.")] = None,
     record: Annotated[
         Path | None, typer.Option(help="The operator's private record of the run.")
     ] = None,

@@ -10,6 +10,7 @@ from expunge.certificates.certificate import Certificate
 from expunge.certificates.people import find_members
 from expunge.certificates.record import Record, list_versions
 from expunge.certificates.release import check_record
+from expunge.certificates.verification import verify
 from expunge.data.data import Data
 from expunge.errors import InputError, VerificationError
 from expunge.jobs.jobfile import JobFile, read_job
@@ -29,7 +30,7 @@ def replay_job(folder: str | Path, path: str | Path) -> list[str]:
     place = Path(folder)
     if not (place / "certificate.json").is_file():
         raise InputError.of("DIR", str(folder), "the folder of a release")
-    certificate, made = Certificate.load(place / "certificate.json"), read_job(path)
+    certificate, made = verify(place).certificate, read_job(path)
     name, asked = certificate.method, made.job.method.name
     if name in NOISY:
         raise InputError(
