@@ -11,11 +11,11 @@ import hashlib
 from dataclasses import asdict, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
-from expunge.accounting.guarantee import THEOREMS, guarantee
+from expunge.accounting.guarantee import guarantee
 from expunge.certificates.consistency import check_run, find_contradictions
 from expunge.certificates.fields import Digest, Model, Names, Real, Text, serialise
 from expunge.certificates.hashes import combine_leaves
@@ -24,7 +24,7 @@ from expunge.certificates.signing import Signature, sign_bytes
 from expunge.certificates.wording import BLOCKS, derive_scope, find_warnings, write_statement
 from expunge.display import Shown, shorten
 from expunge.errors import UnlearningError
-from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, is_exact, method_name
+from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, is_exact
 
 # A clock may be wrong, and a chain must go forward: a later request is not this much later.
 LONGEST_GAP = timedelta(days=5 * 365)
@@ -83,7 +83,7 @@ class Certificate(Run, Shown):
     @property
     def method(self) -> str:
         """The method's name on the command line and in files."""
-        return method_name(self.recipe)
+        return self.recipe.method
 
     @property
     def releases(self) -> int:
@@ -191,12 +191,9 @@ def check_digest(c: Certificate) -> list[str]:
 def check_derived(c: Certificate) -> list[str]:
     """Fields that follow from others, and those that must agree."""
     plain = c.model_dump(mode="json")
-    derived = complete(plain | plain[c.compared_to] | {"theorem": THEOREMS[type(c.recipe)]})
-    found = [
-        f"{name} is {shorten(plain[name])}; the rest of the certificate gives {shorten(value)}"
-        for name, value in derived.model_dump(mode="json", exclude={"digest"}).items()
-        if plain[name] != value
-    ]
+    derived = complete(plain | plain[c.compared_to] | {"theorem": c.recipe.theorem})
+    again = derived.model_dump(mode="json") | {"digest": c.digest}
+    found = name_differences(plain, again, "the rest of the certificate")
     if c.retrained.delta != c.centre.delta:
         found.append("delta differs between the two bounds")
     if is_exact(c.recipe) != (c.delta == 0):
@@ -209,6 +206,16 @@ def check_derived(c: Certificate) -> list[str]:
     if c.training is not None and (c.training.options if own else not c.training.built_in):
         found.append("training.function and options must be those of the library, or withheld")
     return [*found, *check_run(c)]
+
+
+def name_differences(stated: Any, derived: Any, source: str, at: str = "") -> list[str]:
+    """Every field of plain data, at any depth, that another source gives otherwise."""
+    if isinstance(stated, dict) and isinstance(derived, dict):
+        one, other = cast(dict[str, Any], stated), cast(dict[str, Any], derived)
+        pairs = {f"{at}.{k}".strip("."): (one.get(k), other.get(k)) for k in one.keys() | other}
+        return [d for k in sorted(pairs) for d in name_differences(*pairs[k], source, k)]
+    same = stated == derived
+    return [] if same else [f"{at} is {shorten(stated)}, but {source} gives {shorten(derived)}"]
 
 
 def check_link(child: Certificate, parent: Certificate) -> list[str]:

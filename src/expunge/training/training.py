@@ -31,6 +31,9 @@ from expunge.training.losses import Loss, check_loss, compute_loss
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OptimizerName = Literal["sgd", "adam", "adamw"]
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}  # fmt: skip
 ScheduleName = Literal["constant", "linear", "cosine", "one-cycle"]
 
 
@@ -75,9 +78,8 @@ class Training:
                 raise InputError.of(name, given, "a finite number >= 0")
         check_batch_size(self.batch_size)
         check_loss(self.loss)
-        names = ("sgd", "adam", "adamw")
-        if self.optimizer not in names and not callable(self.optimizer):
-            raise InputError.of("optimizer", self.optimizer, f"one of {', '.join(names)}")
+        if not callable(self.optimizer) and self.optimizer not in tuple(OPTIMIZERS):
+            raise InputError.of("optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
         if self.momentum and self.optimizer != "sgd":
             raise InputError.of("momentum", self.momentum, "0 unless the optimizer is sgd")
         if self.schedule not in SCHEDULES:
@@ -143,16 +145,11 @@ class Training:
             state["optimizer"] = run.optimizer.state_dict()
 
     def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        given: Any = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        match self.optimizer:
-            case "sgd":
-                return torch.optim.SGD(parameters, momentum=self.momentum, **given)
-            case "adam":
-                return torch.optim.Adam(parameters, **given)
-            case "adamw":
-                return torch.optim.AdamW(parameters, **given)
-            case make:
-                return make(parameters)
+        if callable(self.optimizer):
+            return self.optimizer(parameters)
+        given = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        momentum = {"momentum": self.momentum} if self.optimizer == "sgd" else {}
+        return OPTIMIZERS[self.optimizer](parameters, **given, **momentum)
 
 
 CHECKPOINT = "training.pt"
