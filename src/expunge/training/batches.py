@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -140,23 +140,16 @@ def _to_column(column: Any) -> Any:
     return made.to(torch.get_default_dtype()) if array.dtype == np.float64 else made
 
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The batch with every tensor changed; tuples, lists and mappings keep their kind."""
-    match batch:
-        case Tensor():
-            return change(batch)
-        case list() | tuple():
-            changed = [map_tensors(item, change) for item in cast(Sequence[Any], batch)]
-            if hasattr(cast(Any, batch), "_fields"):
-                return type(batch)(*changed)
-            return changed if isinstance(batch, list) else tuple(changed)
-        case Mapping():
-            items = cast(Mapping[str, Any], batch).items()
-            return {key: map_tensors(value, change) for key, value in items}
-        case _ if hasattr(batch, "to") and not isinstance(batch, type):
-            return change(batch)  # packed sequences, encodings of tokenizers
-        case _:
-            return batch
+def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with every tensor changed, and what else can be moved to a device (packed
+    sequences); tuples, lists and mappings keep their kind."""
+
+    def visit(part: Any) -> Any:
+        if isinstance(part, list):
+            return [map_tensors(item, change) for item in cast(list[Any], part)]
+        return change(part) if hasattr(part, "to") and not isinstance(part, type) else part
+
+    return map_columns(batch, visit)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:
