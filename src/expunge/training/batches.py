@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from expunge.data.examples import Kind, count, find_kind, map_columns, read_one, select
-from expunge.errors import InputError, UnlearningError
+from expunge.errors import UnlearningError
 from expunge.networks.randomness import derive_seed
+from expunge.recipes import check_value
 
 Collate = Callable[[list[Any]], Any]
 Loader = Callable[[Any, int], Iterable[Any]]
@@ -41,8 +42,8 @@ class Batches:
         loader: Loader | None = None,
         shuffle: bool = True,
     ) -> None:
-        check_batch_size(batch_size)
-        self.batch_size, self.seed, self.collate, self.loader = batch_size, seed, collate, loader
+        self.batch_size: int = check_value("whole", "batch_size", batch_size)
+        self.seed, self.collate, self.loader = seed, collate, loader
         self.kind: Kind = find_kind(examples)
         self.shuffle = shuffle and self.kind != "stream"
         if collate is None and loader is None:  # else rows stay of the kind they are
@@ -120,12 +121,6 @@ class Batches:
             examples = [read_one(examples, self.kind, place) for place in range(self._rows)]
         places = [batch.tolist() for batch in self._draw(seed)]
         return DataLoader(examples, batch_sampler=places, collate_fn=self.collate)
-
-
-def check_batch_size(batch_size: object) -> None:
-    """Refuse what is no whole number above 0."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise InputError.of("batch_size", batch_size, "a whole number >= 1")
 
 
 def _to_column(column: Any) -> Any:

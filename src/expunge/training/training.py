@@ -17,14 +17,8 @@ from torch.nn.functional import cross_entropy
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import derive_seed, seed_all
 from expunge.progress import show_progress
-from expunge.training.batches import (
-    Batches,
-    Collate,
-    Loader,
-    check_batch_size,
-    move_batch,
-    split_batch,
-)
+from expunge.recipes import check_value
+from expunge.training.batches import Batches, Collate, Loader, move_batch, split_batch
 from expunge.training.checkpoints import read_checkpoint, write_checkpoint
 from expunge.training.evaluation import evaluate
 from expunge.training.losses import Loss, check_loss, compute_loss
@@ -73,10 +67,8 @@ class Training:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "learning_rate", "momentum", "weight_decay"):
-            given = getattr(self, name)
-            if not isinstance(given, int | float) or not 0 <= given < math.inf:
-                raise InputError.of(name, given, "a finite number >= 0")
-        check_batch_size(self.batch_size)
+            check_value("nonnegative", name, getattr(self, name))
+        check_value("whole", "batch_size", self.batch_size)
         check_loss(self.loss)
         if not callable(self.optimizer) and self.optimizer not in tuple(OPTIMIZERS):
             raise InputError.of("optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
@@ -84,10 +76,10 @@ class Training:
             raise InputError.of("momentum", self.momentum, "0 unless the optimizer is sgd")
         if self.schedule not in SCHEDULES:
             raise InputError.of("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise InputError.of("clip_norm", self.clip_norm, "a number > 0")
-        if self.patience is not None and self.patience < 1:
-            raise InputError.of("patience", self.patience, "a whole number >= 1")
+        if self.clip_norm is not None:
+            check_value("positive", "clip_norm", self.clip_norm)
+        if self.patience is not None:
+            check_value("whole", "patience", self.patience)
 
     def describe(self) -> dict[str, Any]:
         """The options as plain values, functions by name: what a record says of a training."""
