@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from expunge.certificates.certificate import (
     Bound,
@@ -24,7 +24,6 @@ from expunge.certificates.certificate import (
     check_digest,
     check_link,
     derive_again,
-    name_differences,
 )
 from expunge.certificates.hashes import combine_leaves, read_leaves
 from expunge.certificates.people import opens
@@ -223,13 +222,22 @@ def _check_record(
     try:
         again = derive_again(kept, c)
         ours, theirs = (one.model_dump(mode="json", exclude=_ELSEWHERE) for one in (again, c))
-        wrong += name_differences(theirs, ours, "the record")
+        wrong += _name_differences(theirs, ours)
     except (UnlearningError, InputError) as error:
         wrong.append(f"record: {error}")
     found.add("the certificate follows from the run record", wrong)
     if people is not None:
         other = "the request was not about the people who were given"
         found.add(other.replace("not ", ""), [] if opens(kept.forget, people) else [other])
+
+
+def _name_differences(theirs: Any, ours: Any, at: str = "") -> list[str]:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        one, other = cast(dict[str, Any], theirs), cast(dict[str, Any], ours)
+        pairs = {f"{at}.{k}".strip("."): (one.get(k), other.get(k)) for k in one.keys() | other}
+        return [found for k in sorted(pairs) for found in _name_differences(*pairs[k], k)]
+    same = theirs == ours
+    return [] if same else [f"{at} is {shorten(theirs)}, but the record gives {shorten(ours)}"]
 
 
 def _check_files(found: Verification, path: Path, weights: str | Path | None) -> None:

@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from expunge.accounting.guarantee import log_delta
 from expunge.certificates.certificate import Certificate
@@ -32,10 +32,18 @@ if TYPE_CHECKING:
 MAX_BYTES = 10_000_000
 _POINTS = 41
 _PUBLIC_COLUMNS, _COLUMNS = ("retain", "test"), ("retain", "forget", "test")
-Accuracy = Annotated[float, Field(ge=0, le=1)] | None
 
 
-class Stage(Model, extra="ignore"):
+def _check_part(accuracy: float) -> float:
+    if math.isinf(accuracy):
+        raise ValueError("it must be from 0 to 1")
+    return min(max(accuracy, 0.0), 1.0)
+
+
+Accuracy = Annotated[float, AfterValidator(_check_part)] | None
+
+
+class Stage(Model, extra="ignore", allow_inf_nan=True):
     """A row of accuracies."""
 
     stage: str
@@ -153,7 +161,7 @@ def _read_metrics(path: Path) -> Metrics:
 
 
 def _show(accuracy: float | None) -> str:
-    return "–" if accuracy is None else f"{100 * accuracy:.2f} %"
+    return "–" if accuracy is None or math.isnan(accuracy) else f"{100 * accuracy:.2f} %"
 
 
 @functools.cache
