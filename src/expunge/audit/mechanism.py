@@ -31,7 +31,7 @@ from expunge.certificates.verification import verify
 from expunge.errors import InputError
 from expunge.files import to_plain, write_atomic
 from expunge.progress import open_bar
-from expunge.recipes import Execution, NoisyRecipe, method_name, to_dict
+from expunge.recipes import Execution, NoisyRecipe, to_dict
 
 BLOCK = 1 << 15
 PILOT = 40_000  # and a fifth of the trials where their number is given
@@ -102,7 +102,7 @@ def audit_mechanism(
     ]
     return conclude(
         Audit(
-            method=method_name(recipe),
+            method=recipe.method,
             recipe=to_dict(recipe),
             claims=tuple(proved),
             epsilon_ceiling=max(float(proved[0].bound((0, *[fresh // 2] * 3), alpha)), 0.0),
@@ -180,7 +180,7 @@ def audit_run(folder: str | Path, *, seed: int | None = None, **options: Any) ->
     c, recipe = checked.certificate, checked.certificate.recipe
     if not isinstance(recipe, NoisyRecipe):
         raise InputError(
-            f"method is {method_name(recipe)!r}: it adds no noise, so there is nothing to attack; "
+            f"method is {recipe.method!r}: it adds no noise, so there is nothing to attack; "
             "expunge replay runs it again"
         )
     _, _, *deltas = make_claims(recipe, c.delta, c.execution)

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import seeded
 from expunge.networks.tensors import Buffers, list_trainable, set_training_mode
-from expunge.training.batches import copy_batch, map_tensors
+from expunge.training.batches import copy_batch
 
 Loss = Callable[..., Any]
 _PIECE = 1 << 17
@@ -54,10 +54,7 @@ def compute_loss(model: nn.Module, batch: Any, loss: Loss | None) -> Tensor:
     >>> compute_loss(model, (torch.zeros(3, 2), torch.ones(3, 1)), nn.functional.mse_loss).item()
     1.0
     """
-    try:
-        return run_batch(model, batch, loss)[0]
-    except RuntimeError as error:
-        raise _explain(error, model, batch) from error
+    return run_batch(model, batch, loss)[0]
 
 
 def run_batch(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Tensor, Any, Any]:
@@ -160,23 +157,6 @@ def _check_scalar(loss: object) -> Tensor:
             f"the loss has shape {tuple(loss.shape)}; it must be one number (take its mean)"
         )
     return loss.reshape(())
-
-
-def _explain(error: RuntimeError, model: nn.Module, batch: Any) -> Exception:
-    """Two dtypes that do not go together, as arrays of NumPy and a network, in one sentence."""
-    found, own = set[str](), {str(p.dtype)[6:] for p in model.parameters() if p.is_floating_point()}
-
-    def add(part: Any) -> None:
-        if isinstance(part, Tensor) and part.is_floating_point():
-            found.add(str(part.dtype)[6:])
-
-    map_tensors(batch, add)
-    if "dtype" not in str(error) or not found or not own or found & own:
-        return error
-    names = [", ".join(sorted(kinds)) for kinds in (own, found)]
-    return InputError(
-        f"the model is {names[0]} and its batches are {names[1]}; they must be of one dtype"
-    )
 
 
 def compute_gradients(
