@@ -14,6 +14,8 @@ The sentence of an error names the field, the value and what would be valid.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 
 
 class ExpungeError(Exception):
@@ -64,6 +66,22 @@ class VerificationError(ExpungeError):
     """A certificate that does not hold; the sentence names each thing that differs."""
 
     exit_code = 1
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Generator[None]:
+    """What is refused is one of several problems: the next step may find another.
+
+    >>> problems = []
+    >>> with collecting(problems):
+    ...     raise InputError("epsilon is missing")
+    >>> problems
+    ['epsilon is missing']
+    """
+    try:
+        yield
+    except ExpungeError as error:
+        problems += str(error).split("\n")
 
 
 def describe_error(error: BaseException, own: int = 0) -> str:

@@ -18,7 +18,7 @@ from expunge.data.data import Data
 from expunge.errors import InputError
 from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
-from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.request import load_data, load_training
 from expunge.jobs.run import sign_release, write_release
 from expunge.jobs.tables import LearnJob, LinearJob, ShardsJob
@@ -92,9 +92,10 @@ def make_learner(made: JobFile[LearnJob], state: Path | None, ray: bool = False)
     """The model of a job that goes on with ``state``. Call inside ``importing_from``."""
     job = made.job
     if isinstance(job, ShardsJob):
-        build = load_function("model.build", job.model.build, made.folder)
         train: Any = load_training(made, job.training)[1]
-        return expunge.Shards(build, train, **job.method.options, state=state, ray=ray)
+        return expunge.Shards(
+            made.load("model.build"), train, **job.method.options, state=state, ray=ray
+        )
     assert isinstance(job, LinearJob)
     network = load_network(made)
     with explaining("[features] cannot be made"):
@@ -110,7 +111,7 @@ def load_network(made: JobFile[LearnJob]) -> Any:
         return None
     from expunge.networks.randomness import seeded
 
-    build = load_function("model.build", made.job.model.build, made.folder)
+    build = made.load("model.build")
     with explaining("model.build failed"), seeded(0):
         network = build()
     return network.eval() if hasattr(network, "eval") else network

@@ -14,7 +14,7 @@ from expunge.data.data import Data
 from expunge.errors import InputError, VerificationError
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.learning import load_network, make_learner, split_examples
-from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.request import load_data, load_training
 from expunge.jobs.tables import NOISY, LearnJob, ShardsJob, UnlearnJob
 from expunge.manifests import read_kind
@@ -41,7 +41,7 @@ def replay_job(folder: str | Path, path: str | Path) -> list[str]:
     with importing_from(made.folder), explaining(failed):
         data, notes = load_data(made), ()
         if isinstance(made.job, UnlearnJob):
-            build = load_function("model.build", made.job.model.build, made.folder)
+            build = made.load("model.build")
             train: Any = load_training(made, made.job.training)[1]
             found = expunge.replay(place, build, data, train=train, device=made.job.model.device)
             differences, causes, notes = found.differences, found.causes, found.notes

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import expunge
 from expunge.jobs.jobfile import JobFile, read_job
-from expunge.jobs.loading import importing_from, load_function
+from expunge.jobs.loading import importing_from
 from expunge.jobs.request import load_data, read_request_list
 from expunge.jobs.tables import NOISY, NoisyTable, ShardsJob, UnlearnJob
 
@@ -101,7 +101,7 @@ def _plan_unlearn(made: JobFile[UnlearnJob], setting: str) -> Routes:
     from expunge.networks.tensors import list_published, list_trainable
     from expunge.noisy.choice import choose_scale
 
-    module = call_build(load_function("model.build", made.job.model.build, made.folder))
+    module = call_build(made.load("model.build"))
     start, people = list_trainable(module), len(read_request_list(made))
     size = sum(tensor.numel() for tensor in start.values())
     frozen = sum(tensor.numel() for tensor in list_published(module).values())
