@@ -218,8 +218,7 @@ class Shards:
         if (state := self.state) is None:
             return []
         state.refresh()
-        names, owners = dict.fromkeys(read_people(people)), Slices.read(state).list_owners()
-        return [name for name in names if state.name(name) in owners]
+        return Slices.read(state).find_people(people)
 
     def forgot(self, people: Iterable[Any]) -> list[str]:
         """Those of ``people`` who are in the list of the forgotten."""

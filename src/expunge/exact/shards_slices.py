@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from expunge.data.data import Data
+from expunge.data.examples import join_rows
+from expunge.data.people import read_people
 from expunge.errors import InputError
 from expunge.exact.shards_examples import (
     TRAINING,
@@ -25,7 +27,6 @@ from expunge.exact.shards_examples import (
     decode,
     encode,
     index_examples,
-    join_columns,
     read_example,
     select_examples,
 )
@@ -99,6 +100,11 @@ class Slices:
     def list_owners(self) -> set[bytes]:
         """Keyed hashes of everybody who has an example."""
         return {owner for part in self.parts.values() for row in part.rows for owner in row.owners}
+
+    def find_people(self, people: Iterable[Any]) -> list[str]:
+        """Those of them who have an example."""
+        names, owners = dict.fromkeys(read_people(people)), self.list_owners()
+        return [name for name in names if self.state.name(name) in owners]
 
     def check_returned(self, leaving: Iterable[bytes] = ()) -> None:
         """Refuse while people of a newer list of the forgotten are here, but for those leaving."""
@@ -266,4 +272,4 @@ class Kept(Given):
 
 def _restore(found: list[list[Any]]) -> Any:
     items = [one[4] for one in found]
-    return join_columns(items) if items and found[0][3] == "columns" else items
+    return join_rows(items) if items and found[0][3] == "columns" else items

@@ -15,6 +15,7 @@ import numpy as np
 
 import expunge
 from expunge.data.data import Data
+from expunge.data.examples import join_rows
 from expunge.errors import InputError
 from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
@@ -127,13 +128,8 @@ def split_examples(data: Data) -> tuple[Any, Any]:
     rows = [data.examples[i] for i in range(len(data))]
     if not all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
         raise InputError("data.load must return examples (input, target) for a linear model")
-    inputs, targets = zip(*rows, strict=True)
-    plain = np.asarray([y.tolist() if hasattr(y, "tolist") else y for y in targets])
-    if not hasattr(inputs[0], "detach"):
-        return np.stack(list(inputs)), plain
-    import torch
-
-    return torch.stack(list(inputs)), plain
+    inputs, targets = join_rows([tuple(row) for row in rows])
+    return np.asarray(inputs) if isinstance(inputs, list) else inputs, np.asarray(targets)
 
 
 def count_examples(learner: Any) -> int:

@@ -68,7 +68,7 @@ def find_routes(path: str | Path) -> Routes:
     if isinstance(job, ShardsJob):
         options = {"shards": SHARDS, "slices": SLICES} | job.method.options
         own = _describe_shards(options["shards"], options["slices"])
-    note = "Learning is one training (of a linear model one pass over the data); no old model is needed."
+    note = "Learning is 1 training, of a linear model 1 pass over the data; no old model is needed."
     then = f"expunge learn {made.path} && expunge forget {job.state.dir} LIST --out release-2"
     return Routes(setting, own.name, (own,), (note,), then)
 
