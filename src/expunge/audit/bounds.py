@@ -141,7 +141,6 @@ def choose_thresholds(
 
 
 def _count(zero: Array, one: Array, thresholds: Array) -> Counts:
-    """The counts of every threshold."""
     above = [len(s) - np.searchsorted(np.sort(s), thresholds, side="left") for s in (zero, one)]
     runs = [np.full(len(thresholds), len(scores)) for scores in (zero, one)]
     return np.stack([above[0], runs[0], above[1], runs[1]])
@@ -187,7 +186,6 @@ class Audit(Shown):
 
     @property
     def contradicts(self) -> bool:
-        """Whether anything that is claimed does not hold."""
         return bool(self.refuted)
 
     @property

@@ -156,7 +156,6 @@ def _attack(
 
 
 def _run(adversary: Adversary, trials: int, seed: int | None, first: int) -> Iterator[Worlds]:
-    """What is released, block by block."""
     for place, done in enumerate(range(0, trials, BLOCK)):
         rows = np.arange(min(BLOCK, trials - done))
         points = release_rows(adversary, rows, choose_noise(seed, first + place))

@@ -33,7 +33,6 @@ def visible(text: str, lines: bool = False) -> str:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Lines of text."""
     typer.echo(visible(text, lines=True), err=err)
 
 

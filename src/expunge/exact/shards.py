@@ -134,7 +134,6 @@ class Shards:
         return f"Shards(seed={own.seed!r}, {sizes}, state={where!r})"
 
     def __len__(self) -> int:
-        """How many examples there are."""
         return 0 if self.state is None else Slices.read(self.state).total
 
     def learn(self, data: Data, *, readmit: bool = False) -> int:

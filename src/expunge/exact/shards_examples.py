@@ -143,7 +143,6 @@ def check_repeatable(data: Data) -> None:
 
 
 def hash_example(example: Any) -> bytes:
-    """SHA-256 of the content of an example."""
     return hashlib.sha256(encode(example, "an example")).digest()
 
 

@@ -94,7 +94,6 @@ class Slices:
 
     @property
     def total(self) -> int:
-        """How many examples there are."""
         return sum(part.count for part in self.parts.values())
 
     def list_owners(self) -> set[bytes]:
@@ -124,7 +123,6 @@ class Slices:
         return touched / max(total, 1)
 
     def add(self, index: Index) -> Slices:
-        """With these examples too."""
         parts = dict(self.parts)
         for place, found in index.items():
             new = {one.row for one in found.values()}
@@ -149,7 +147,6 @@ class Slices:
         return replace(self, parts=parts), gone
 
     def list_changed(self, before: Slices) -> dict[Place, Slice]:
-        """The slices that are not as they were."""
         return {place: p for place, p in self.parts.items() if p.data != before.parts[place].data}
 
     def list_lineages(self, settings: Mapping[str, Any]) -> list[list[str]]:
@@ -181,7 +178,6 @@ class Slices:
 
 
 def spell(place: Place) -> str:
-    """A slice in the name of a file."""
     return f"{place[0]:03x}-{place[1]:03x}"
 
 

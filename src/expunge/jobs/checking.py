@@ -73,7 +73,6 @@ def _describe_noise(request: Request, method: NoisyTable) -> str:
 
 
 def _check_learn(made: JobFile[LearnJob]) -> list[str]:
-    """The data, the network, and one batch of both together."""
     job, problems, found = made.job, list[str](), dict[str, Any]()
     with collecting(problems):
         found["learner"] = make_learner(made, state=None)

@@ -133,7 +133,6 @@ def split_examples(data: Data) -> tuple[Any, Any]:
 
 
 def count_examples(learner: Any) -> int:
-    """How many examples are in a state."""
     return len(learner) if hasattr(learner, "__len__") else learner._open().sums.rows
 
 

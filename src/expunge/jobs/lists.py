@@ -109,7 +109,6 @@ def _check_cell(where: str, column: str, cell: str) -> str:
 
 
 def _check_column(file: Path, column: str | None, columns: list[str]) -> str:
-    """The column, which must be there once."""
     if column is None or columns.count(column) != 1:
         raise InputError.of(f"column of {file}", column, f"one of {columns}, there once")
     return column

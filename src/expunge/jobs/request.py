@@ -89,12 +89,10 @@ def check_second(made: JobFile[UnlearnJob], request: Request, target: Path) -> N
 
 
 def read_request_list(made: JobFile[UnlearnJob]) -> list[str]:
-    """The people in the job's own list."""
     return read_list(made.locate(made.job.data.forget), made.job.data.column)
 
 
 def load_data(made: JobFile[Job]) -> Data:
-    """What ``load()`` returns, which must be ``expunge.Data``."""
     load = made.load("data.load")
     with explaining("data.load failed"):
         data = load()

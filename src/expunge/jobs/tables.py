@@ -83,7 +83,6 @@ class OpenTable(Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The further keys."""
         return dict(self.model_extra or {})
 
     def try_options(
@@ -230,7 +229,6 @@ class LinearTable(OpenTable):
 
     @property
     def kind(self) -> Callable[..., Any]:
-        """The class of the estimator."""
         from expunge import linear_model
 
         return getattr(linear_model, self.estimator)
