@@ -22,7 +22,7 @@ class ExpungeError(Exception):
     """Root of the tree: ``except expunge.ExpungeError`` catches all that is raised on purpose."""
 
     exit_code = 2
-    told_by_another = False  # of several processes of a run, only one prints the sentence
+    printed_elsewhere = False  # of several processes of a run, only one prints the sentence
 
 
 class InputError(ExpungeError, ValueError):

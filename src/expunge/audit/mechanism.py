@@ -165,8 +165,8 @@ def _run(adversary: Adversary, trials: int, seed: int | None, first: int) -> Ite
 def audit_run(folder: str | Path, **options: Any) -> Audit:
     """Audit the engine with a release's recipe, and the release's own certificate and record.
 
-    Lower bounds are compared with what ``certificate.json`` says of retraining; the release is
-    verified. ``options`` are those of :func:`audit_mechanism`: trials, seconds, confidence, seed,
+    Lower bounds are compared with what its recipe certifies, compared to retraining; that
+    ``certificate.json`` says no less is verified. ``options`` are those of :func:`audit_mechanism`: trials, seconds, confidence, seed,
     progress. Writes ``audit.json``.
     """
     place = Path(folder)
@@ -177,11 +177,10 @@ def audit_run(folder: str | Path, **options: Any) -> Audit:
             f"method is {method_name(recipe)!r}: it adds no noise, so there is nothing to attack; "
             "expunge replay runs it again"
         )
-    _, _, *deltas = make_claims(recipe, c.delta, c.execution)
-    mu = Claim("mu", math.inf if c.retrained.mu is None else c.retrained.mu)
-    claims = Claim("epsilon", c.retrained.epsilon, c.delta), mu, *deltas
-    more: dict[str, Any] = {"claims": claims, "problems": checked.problems}
-    found = audit_mechanism(recipe, delta=c.delta, **more, **options)
+    claims = make_claims(recipe, c.delta, c.execution)
+    found = audit_mechanism(
+        recipe, delta=c.delta, claims=claims, problems=checked.problems, **options
+    )
     text = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(place / "audit.json", (text + "\n").encode(), private=True)
     return found

@@ -54,7 +54,7 @@ def check(
 ) -> Check:
     """Everything a run would refuse, found at once; nothing is trained and nothing is written.
 
-    Where the loss is known (``loss=``, or that of a :class:`expunge.Training`), one batch runs
+    Where the loss is given (``loss=``, or that of a :class:`expunge.Training`), one batch runs
     forward and backward, twice: a ``forward`` that keeps something between calls shows itself.
 
     >>> import torch

@@ -36,10 +36,13 @@ class Replay:
     ``notes``: the same bits by other code, and what was applied afterwards and not repeated here.
     """
 
-    same: bool
     differences: tuple[str, ...]
     causes: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
 
     def __bool__(self) -> bool:
         return self.same
@@ -88,9 +91,7 @@ def replay(
         *_compare(collect_tensors(trained), released, certificate),
     ]
     notes = [*code, *(f"before {a.note!r}, not repeated" for a in certificate.applied)]
-    return Replay(
-        not differences, tuple(differences), tuple(causes) if differences else (), tuple(notes)
-    )
+    return Replay(tuple(differences), tuple(causes) if differences else (), tuple(notes))
 
 
 def _read(run: Release | str | Path) -> tuple[Certificate, Record | None, Mapping[str, Tensor]]:

@@ -370,7 +370,7 @@ class Shards:
     def _describe_sharding(
         self, slices: Slices, constituents: Mapping[int, Tensors], parent: Certificate | None
     ) -> Sharding:
-        """What a certificate says; the lineages of releases tell what was trained since."""
+        """What a certificate says; what was trained since follows from the lineages then."""
         state, hashes = slices.state, _hash_each(constituents, range(self.assignment.shards))
         now = slices.list_lineages(state.settings)
         digest = hashlib.sha256("".join(own[-1] for own in now).encode()).hexdigest()

@@ -82,10 +82,10 @@ def keep_job(state: State, made: JobFile[LearnJob]) -> None:
 @contextmanager
 def reporting() -> Generator[None]:
     """Warnings as lines of the log."""
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for warning in heard:
+    for warning in caught:
         LOG.info("%s", warning.message)
 
 

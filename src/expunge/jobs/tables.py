@@ -164,9 +164,9 @@ class FeaturesTable(OpenTable):
     """The keywords of ``expunge.Features``."""
 
     def find_mistakes(self) -> list[str]:
-        known = list_options(expunge.Features)
-        unknown = [key for key in self.options if key not in known]
-        return [f"{key} is not an option of Features; {suggest(key, known)}" for key in unknown]
+        names = list_options(expunge.Features)
+        unknown = [key for key in self.options if key not in names]
+        return [f"{key} is not an option of Features; {suggest(key, names)}" for key in unknown]
 
 
 class RetrainingTable(Table):
