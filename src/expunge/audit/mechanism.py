@@ -165,9 +165,9 @@ def _run(adversary: Adversary, trials: int, seed: int | None, first: int) -> Ite
 def audit_run(folder: str | Path, **options: Any) -> Audit:
     """Audit the engine with a release's recipe, and the release's own certificate and record.
 
-    Lower bounds are compared with what its recipe certifies, compared to retraining; that
-    ``certificate.json`` says no less is verified. ``options`` are those of :func:`audit_mechanism`: trials, seconds, confidence, seed,
-    progress. Writes ``audit.json``.
+    Lower bounds are compared with what the recipe certifies, compared to retraining; whether
+    ``certificate.json`` says the same is verified. ``options`` are those of
+    :func:`audit_mechanism`: trials, seconds, confidence, seed, progress. Writes ``audit.json``.
     """
     place = Path(folder)
     checked = verify(place, strict=False)
