@@ -8,7 +8,7 @@ from typing import Any
 import expunge
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.people import find_members
-from expunge.certificates.record import Record, list_versions
+from expunge.certificates.record import Record, compare_versions
 from expunge.certificates.release import check_record
 from expunge.data.data import Data
 from expunge.errors import InputError, VerificationError
@@ -47,7 +47,8 @@ def replay_job(folder: str | Path, path: str | Path) -> list[str]:
             differences, causes, notes = found.differences, found.causes, found.notes
         else:
             differences = _replay_learned(made.of(LearnJob), place, data)
-            causes = _list_causes(certificate)
+            causes = compare_versions(certificate.environment.versions)
+            causes.append("another processor, or code that draws on what no seed decides")
     if differences:
         said = "".join(f"\n  it may be: {cause}" for cause in causes)
         raise VerificationError(f"{folder} does not come out again: {'; '.join(differences)}{said}")
@@ -72,13 +73,3 @@ def _replay_learned(made: JobFile[LearnJob], place: Path, data: Data) -> list[st
     from expunge.linear_model import replay
 
     return replay(place, split_examples(retained), load_network(made))
-
-
-def _list_causes(certificate: Certificate) -> list[str]:
-    then = certificate.environment.versions
-    causes = [
-        f"{name} was {then.get(name)}, here it is {found}"
-        for name, found in list_versions().items()
-        if then.get(name) != found
-    ]
-    return [*causes, "another processor, or code that draws on what no seed decides"]
