@@ -133,6 +133,26 @@ def read_one(examples: Any, kind: Kind, place: int) -> Any:
             return examples[place]
 
 
+def join_rows(rows: list[Any]) -> Any:
+    """Examples that were read one by one as columns again: the opposite of :func:`read_one`.
+
+    >>> join_rows([(1.0, {"a": 0}), (2.0, {"a": 1})])
+    ([1.0, 2.0], {'a': [0, 1]})
+    """
+    first = rows[0]
+    if isinstance(first, tuple):
+        return tuple(join_rows([row[k] for row in rows]) for k in range(len(first)))
+    if isinstance(first, Mapping):
+        return {name: join_rows([row[name] for row in rows]) for name in first}
+    if isinstance(first, np.ndarray | np.generic):
+        return np.stack(rows)
+    if hasattr(first, "new_empty"):
+        import torch
+
+        return torch.stack(rows)
+    return rows
+
+
 def _take(column: Any, places: Any) -> Any:
     if hasattr(column, "index_select"):  # a tensor, in a fifth of the time of an index
         torch: Any = sys.modules["torch"]

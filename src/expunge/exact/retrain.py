@@ -116,7 +116,7 @@ def _share(release: Release) -> Release:
     """Of several processes all return what rank 0 certified: its salts, its whole tensors."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return release
-    held: list[Any] = [release.certificate.to_bytes(), release.record.to_bytes()]
-    torch.distributed.broadcast_object_list(held)
-    certificate, record = Certificate.from_bytes(held[0]), Record.from_bytes(held[1])
+    shared: list[Any] = [release.certificate.to_bytes(), release.record.to_bytes()]
+    torch.distributed.broadcast_object_list(shared)
+    certificate, record = Certificate.from_bytes(shared[0]), Record.from_bytes(shared[1])
     return dataclasses.replace(release, certificate=certificate, record=record)

@@ -135,7 +135,6 @@ class Shards:
         return f"Shards(seed={own.seed!r}, {sizes}, state={where!r})"
 
     def __len__(self) -> int:
-        """How many examples there are."""
         return 0 if self.state is None else Slices.read(self.state).total
 
     def learn(self, data: Data, *, readmit: bool = False) -> int:
@@ -219,8 +218,7 @@ class Shards:
         if (state := self.state) is None:
             return []
         state.refresh()
-        names, owners = dict.fromkeys(read_people(people)), Slices.read(state).list_owners()
-        return [name for name in names if state.name(name) in owners]
+        return Slices.read(state).find_people(people)
 
     def forgot(self, people: Iterable[Any]) -> list[str]:
         """Those of ``people`` who are in the list of the forgotten."""
@@ -382,7 +380,7 @@ class Shards:
     def _describe_sharding(
         self, slices: Slices, constituents: Mapping[int, Tensors], parent: Certificate | None
     ) -> Sharding:
-        """What a certificate says; the lineages of releases tell what was trained since."""
+        """What a certificate says; what was trained since follows from the lineages then."""
         state, hashes = slices.state, _hash_each(constituents, range(self.assignment.shards))
         now = slices.list_lineages(state.settings)
         digest = hashlib.sha256("".join(own[-1] for own in now).encode()).hexdigest()

@@ -87,7 +87,6 @@ class OpenTable(Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The further keys."""
         return dict(self.model_extra or {})
 
     def try_options(
@@ -169,9 +168,9 @@ class FeaturesTable(OpenTable):
     """The keywords of ``expunge.Features``."""
 
     def find_mistakes(self) -> list[str]:
-        known = list_options(expunge.Features)
-        unknown = [key for key in self.options if key not in known]
-        return [f"{key} is not an option of Features; {suggest(key, known)}" for key in unknown]
+        names = list_options(expunge.Features)
+        unknown = [key for key in self.options if key not in names]
+        return [f"{key} is not an option of Features; {suggest(key, names)}" for key in unknown]
 
 
 class RetrainingTable(Table):
@@ -234,7 +233,6 @@ class LinearTable(OpenTable):
 
     @property
     def kind(self) -> Callable[..., Any]:
-        """The class of the estimator."""
         from expunge import linear_model
 
         return getattr(linear_model, self.estimator)

@@ -160,7 +160,7 @@ class Processes:
 
     def _mark(self, error: ExpungeError) -> ExpungeError:
         """Only rank 0 prints an error that every process raises."""
-        error.printed_by_another_rank = not self.leads
+        error.printed_elsewhere = not self.leads
         return error
 
 
