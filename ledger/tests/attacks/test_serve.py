@@ -41,12 +41,7 @@ def list_routes(life: Life) -> list[tuple[str, str]]:
         assert isinstance(route, APIRoute)
         found += [(method, route.path) for method in route.methods]
     given = {"number": "1", "model": "shop", "file": "certificate.json", "name": "page.css"}
-    for method, path in list(found):
-        if "{act}" in path:
-            acts = ("work", "verify", "refuse", "withdraw", "reason")[: 2 if "model" in path else 5]
-            found += [(method, path.replace("{act}", act)) for act in acts]
-    found = [pair for pair in found if "{act}" not in pair[1]]
-    return [(m, re.sub(r"\{(\w+)\}", lambda part: given[part[1]], path)) for m, path in found]
+    return [(m, re.sub(r"\{(\w+)(?::int)?\}", lambda part: given[part[1]], path)) for m, path in found]
 
 
 def send_raw(

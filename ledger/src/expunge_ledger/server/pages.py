@@ -22,10 +22,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import BaseModel, ValidationError
 
 from expunge import ExpungeError
-from expunge_ledger.records import PACES, Pace, Token, hash_token
-from expunge_ledger.server import service as api
+from expunge_ledger.deeds import LIVE
+from expunge_ledger.evidence import Verified
+from expunge_ledger.records import PACES, STATES, Pace, hash_token
+from expunge_ledger.server import api
+from expunge_ledger.server.access import MAY, Caller, Server
 from expunge_ledger.server.gate import RefusedError, check_type
-from expunge_ledger.server.service import KINDS, MAY, PAGE, Kind, Service, allow
 
 TEMPLATES = Path(__file__).with_name("templates")
 ENVIRONMENT = Environment(  # whatever a template prints is escaped
@@ -33,6 +35,7 @@ ENVIRONMENT = Environment(  # whatever a template prints is escaped
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
 IDLE, MOST_FIELDS = 1_800.0, 20
+KINDS: tuple[api.Kind, ...] = ("waiting", *STATES)
 Form = TypeVar("Form", bound=BaseModel)
 router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
@@ -45,30 +48,30 @@ class SignInNeededError(Exception):
 class Visitor:
     """A browser: its session, and the token it signed in with."""
 
-    service: Service
+    server: Server
     session: dict[str, Any]
-    signed_in: Token | None
+    signed_in: Caller | None
 
     @property
-    def token(self) -> Token:
-        """The token; a page that needs one is for somebody who signed in."""
+    def caller(self) -> Caller:
+        """Whoever signed in; a page that needs one is for nobody else."""
         if self.signed_in is None:
             raise SignInNeededError
         return self.signed_in
 
     def show(self, template: str, refused: RefusedError | None = None, **values: Any) -> Response:
         """A page from its template."""
-        may = frozenset[str]() if self.signed_in is None else MAY[self.signed_in.role]
+        token = self.signed_in and self.signed_in.token
         text = ENVIRONMENT.get_template(template).render(
-            **values, token=self.signed_in, may=may, form_token=self.session["form"],
-            sentence=refused,
+            **values, token=token, may=MAY[token.role] if token else (), sentence=refused,
+            form_token=self.session["form"],
         )  # fmt: skip
         headers = None if refused is None else refused.headers
         return HTMLResponse(text, 200 if refused is None else refused.status_code, headers)
 
     def end_session(self) -> None:
         """What the session's cookie said is not so any more, wherever it is."""
-        ended = self.service.ended
+        ended = self.server.ended
         ended[self.session.get("id", "")] = None
         while len(ended) > 10_000:
             ended.popitem(last=False)
@@ -77,16 +80,16 @@ class Visitor:
 
 def find_visitor(request: Request) -> Visitor:
     """Who looks at a page; a session ends after half an hour of rest."""
-    service: Service = request.app.state.service
+    server: Server = request.app.state.server
     session, now = request.session, time.time()
-    if session.get("id", "-") in service.ended or now - session.get("seen", now) > IDLE:
+    if session.get("id", "-") in server.ended or now - session.get("seen", now) > IDLE:
         session.clear()
     if "form" not in session:
         session["form"] = secrets.token_hex(32)
-    token = service.find_token(session["token"], request) if "token" in session else None
-    if token is not None and now - session["seen"] > 60:
+    caller = server.find(session["token"], request) if "token" in session else None
+    if caller is not None and now - session["seen"] > 60:
         session["seen"] = now
-    return Visitor(service, session, token)
+    return Visitor(server, session, caller)
 
 
 Looking = Annotated[Visitor, Depends(find_visitor)]
@@ -168,7 +171,7 @@ def sign_in(request: Request, visitor: Looking, fields: Fields) -> Response:
     if request.method == "GET":
         return go("/") if visitor.signed_in else visitor.show("sign_in.html.j2")
     try:
-        visitor.service.identify(fields.get("token", ""), request)
+        visitor.server.identify(fields.get("token", ""), request)
     except RefusedError as refused:
         return visitor.show("sign_in.html.j2", refused)
     visitor.end_session()
@@ -189,138 +192,146 @@ def sign_out(visitor: Looking, fields: Fields) -> Response:
 def show_list(
     visitor: Looking, state: str = "", pace: str = "", model: str = "", page: api.PageNumber = 1
 ) -> Response:
-    kind: Kind | None = next((one for one in KINDS if one == state), None)
+    kind: api.Kind | None = next((one for one in KINDS if one == state), None)
     speed: Pace | None = next((one for one in PACES if one == pace), None)
-    names = [one.name for one in visitor.service.find_models(visitor.token)]
+    names = [one.name for one in visitor.caller.models()]
     chosen = {"state": kind, "pace": speed, "model": model if model in names else None}
-    found = visitor.service.list_requests(visitor.token, kind, speed, chosen["model"], page)
+    found = api.list_requests(visitor.caller, kind, speed, chosen["model"], page)
     return visitor.show(
         "list.html.j2", chosen=chosen, found=found, models=names, kinds=KINDS, paces=PACES,
-        pages=max(1, -(-found.total // PAGE)),
+        pages=max(1, -(-found.total // api.PAGE)),
         query=urlencode({name: value for name, value in chosen.items() if value}),
     )  # fmt: skip
 
 
 @router.get("/find")
 @router.post("/find")
-@router.post("/evidence")
 def find(request: Request, visitor: Looking, fields: Fields) -> Response:
-    """All requests about a person, whom the page does not name; or the evidence."""
-    token, service, found = visitor.token, visitor.service, None
-    export = request.url.path == "/evidence"
-    allow(token, "export" if export else "find")
+    """All requests about a person, whom the page does not name."""
+    visitor.caller.need("find")
+    if request.method == "GET":
+        return visitor.show("find.html.j2", found=None)
     try:
-        if export:
-            return service.export(token, validate(api.PersonSent, fields))
-        if request.method == "POST":
-            found = service.find_requests(token, validate(api.PersonSent, fields)).requests
+        found = api.find_requests(visitor.caller, validate(api.PersonSent, fields))
     except RefusedError as refused:
-        if refused.status_code not in (400, 404, 422):
-            raise
         return visitor.show("find.html.j2", refused, found=None)
-    return visitor.show("find.html.j2", found=found)
+    return visitor.show("find.html.j2", found=found.requests)
+
+
+@router.post("/evidence")
+def export(visitor: Looking, fields: Fields) -> Response:
+    visitor.caller.need("export")
+    try:
+        return api.export(visitor.caller, validate(api.PersonSent, fields))
+    except RefusedError as refused:
+        return visitor.show("find.html.j2", refused, found=None)
 
 
 @router.get("/requests/new")
 @router.post("/requests")
 def file_request(request: Request, visitor: Looking, fields: Fields) -> Response:
     """The form, with what was typed before except the identifier and the reason."""
-    token, service, refused = visitor.token, visitor.service, None
-    allow(token, "file")
+    caller, refused = visitor.caller, None
+    caller.need("file")
     if request.method == "POST":
         try:
-            found = service.file_request(token, validate(api.RequestSent, fields), Response())
+            found = api.file_request(caller, validate(api.RequestSent, fields), Response())
             return go(f"/requests/{found.number}?{'filed' if found.new else 'before'}=1")
         except (ExpungeError, RefusedError) as error:
-            refused = service.translate(error)
+            refused = visitor.server.translate(error)
     kept = {name: fields.get(name, "")[:100] for name in ("model", "received", "due")}
-    return visitor.show("form.html.j2", refused, models=service.show_me(token).models, kept=kept)
+    return visitor.show("form.html.j2", refused, models=api.show_me(caller).models, kept=kept)
 
 
-@router.get("/requests/{number}")
-@router.post("/requests/{number}/{act}")
+@router.get("/requests/{number:int}")
 def show_request(
-    request: Request, visitor: Looking, fields: Fields, number: api.Number
+    visitor: Looking, number: api.Number, filed: str = "", before: str = ""
 ) -> Response:
-    """A request: its clock, its answers, its events, how far the work on it is. Have it worked on,
-    end it, read its reason, or verify what answers it."""
-    token, service, refused = visitor.token, visitor.service, None
-    told = {"filed": "The request is filed.", "before": "The same request was filed before."}
-    said = "".join(text for name, text in told.items() if name in request.query_params)
-    shown: dict[str, Any] = {"said": said, "reason": None, "verified": None}
+    """A request: its clock, its answers, its events, and whether it is being worked on."""
+    told = "The same request was filed before." if before else ""
+    return render_request(visitor, number, told="The request is filed." if filed else told)
+
+
+def render_request(
+    visitor: Visitor, number: int, refused: RefusedError | None = None, *, told: str = "",
+    reason: str | None = None, verified: Verified | None = None,
+) -> Response:  # fmt: skip
+    caller = visitor.caller
+    asked = api.show_request(caller, number)
+    waits = {one.model for one in asked.answers if one.state in LIVE and asked.state in LIVE}
+    work = [one for one in api.list_work(caller) if one.model in waits]
+    return visitor.show(
+        "request.html.j2", refused, told=told, reason=reason, verified=verified, asked=asked,
+        work=work, live=asked.state == "running" or any(not one.over for one in work),
+        events=api.list_events(caller, number), may_end=api.may_end(caller, number),
+    )  # fmt: skip
+
+
+@router.post("/requests/{number:int}/work")
+def work_on_request(visitor: Looking, fields: Fields, number: api.Number) -> Response:
+    visitor.caller.need("work")
+    for one in api.show_request(visitor.caller, number).answers:
+        if one.state in LIVE:
+            api.work_on_model(visitor.caller, one.model)
+    return go(f"/requests/{number}")
+
+
+@router.post("/requests/{number:int}/reason")
+def show_reason(visitor: Looking, fields: Fields, number: api.Number) -> Response:
+    reason = api.show_reason(visitor.caller, number)["reason"]
+    return render_request(visitor, number, reason=reason or "No reason was given.")
+
+
+@router.post("/requests/{number:int}/verify")
+def verify_request(visitor: Looking, fields: Fields, number: api.Number) -> Response:
+    verified = api.verify_request(visitor.caller, number)
+    return render_request(visitor, number, verified=verified)
+
+
+@router.post("/requests/{number:int}/refuse")
+@router.post("/requests/{number:int}/withdraw")
+def end_request(request: Request, visitor: Looking, fields: Fields, number: api.Number) -> Response:
+    refuses = request.url.path.endswith("refuse")
+    visitor.caller.need("end")
     try:
-        match request.path_params.get("act"):
-            case "work":
-                allow(token, "work")
-                for one in service.show_request(token, number).answers:
-                    if one.state in ("open", "running"):
-                        service.work_on_model(token, one.model)
-                return go(f"/requests/{number}")
-            case "reason":
-                shown |= service.show_reason(token, number)
-                shown["reason"] = shown["reason"] or "No reason was given."
-            case "verify":
-                shown["verified"] = service.verify_request(token, number)
-            case "refuse" | "withdraw" as act:
-                allow(token, "end")
-                end = service.refuse_request if act == "refuse" else service.withdraw_request
-                end(token, number, validate(api.WhySent, fields))
-                return go(f"/requests/{number}")
-            case act if act is not None:
-                raise RefusedError(404, "there is no such page")  # noqa: TRY301
-            case _:
-                pass
+        sent = validate(api.WhySent, fields)
+        (api.refuse_request if refuses else api.withdraw_request)(visitor.caller, number, sent)
     except (ExpungeError, RefusedError) as error:
-        refused = service.translate(error)
+        refused = visitor.server.translate(error)
         if refused.status_code != 422:
             raise
-    asked = service.show_request(token, number)
-    models, waits = {one.model for one in asked.answers}, asked.state in ("open", "running")
-    progress = [one for one in service.list_progress(token) if waits and one.model in models]
-    return visitor.show(
-        "request.html.j2", refused, **shown, asked=asked, progress=progress,
-        events=service.list_events(token, number), may_end=service.may_end(token, number),
-        live=asked.state == "running" or any(not one.over for one in progress),
-    )  # fmt: skip
+        return render_request(visitor, number, refused)
+    return go(f"/requests/{number}")
 
 
 @router.get("/models")
 @router.post("/verify")
 def show_models(request: Request, visitor: Looking, fields: Fields) -> Response:
-    service, verified = visitor.service, None
-    if request.method == "POST":
-        verified = service.verify_ledger(visitor.token)
-    found = service.list_models(visitor.token)
-    return visitor.show("models.html.j2", found=found, verified=verified)
+    verified = api.verify_ledger(visitor.caller) if request.method == "POST" else None
+    return visitor.show("models.html.j2", found=api.list_models(visitor.caller), verified=verified)
 
 
 @router.get("/models/{model}")
-@router.post("/models/{model}/{act}")
+@router.post("/models/{model}/verify")
 def show_model(
     request: Request, visitor: Looking, fields: Fields, model: api.ModelName
 ) -> Response:
-    """A model and its chain of releases. Have it worked on, or verify the chain."""
-    token, service, verified = visitor.token, visitor.service, None
-    match request.path_params.get("act"):
-        case "work":
-            service.work_on_model(token, model)
-            return go(f"/models/{model}")
-        case "verify":
-            verified = service.verify_model(token, model)
-        case act if act is not None:
-            raise RefusedError(404, "there is no such page")
-        case _:
-            pass
-    found = service.show_model(token, model)
-    progress = [one for one in service.list_progress(token) if one.model == model]
-    live = found.running > 0 or any(not one.over for one in progress)
-    return visitor.show(
-        "model.html.j2", model=found, progress=progress, live=live, verified=verified
-    )
+    """A model and its chain of releases, verified if that was asked for."""
+    verified = api.verify_model(visitor.caller, model) if request.method == "POST" else None
+    found = api.show_model(visitor.caller, model)
+    work = [one for one in api.list_work(visitor.caller) if one.model == model]
+    live = found.running > 0 or any(not one.over for one in work)
+    return visitor.show("model.html.j2", model=found, work=work, live=live, verified=verified)
 
 
-@router.get("/models/{model}/releases/{number}/{file}")
+@router.post("/models/{model}/work")
+def work_on_model(visitor: Looking, fields: Fields, model: api.ModelName) -> Response:
+    api.work_on_model(visitor.caller, model)
+    return go(f"/models/{model}")
+
+
+@router.get("/models/{model}/releases/{number:int}/{file}")
 def download(
     visitor: Looking, model: api.ModelName, number: api.Number, file: api.File
 ) -> Response:
-    return visitor.service.download(visitor.token, model, number, file)
+    return api.download(visitor.caller, model, number, file)
