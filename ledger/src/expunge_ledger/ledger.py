@@ -60,7 +60,9 @@ class Ledger(Database):
                 row = {"model": len(rows) + 1, "until": 0.0}
                 tables.connection.execute(insert(LEASES).values(**row))
         if found.kind == "job":
-            self.add_seen(name, found.everybody, found.hash_weights())
+            seen, weights = records.mark(self.key, found.everybody), found.hash_weights()
+            with self.writing() as tables:
+                tables.add_seen(name, seen, weights)
         self.advance_anchor()
         return self.models(name)[0]
 

@@ -148,9 +148,9 @@ def hash_token(secret: str) -> str:
     return hash_bytes(secret.encode("utf-8", "surrogatepass"))
 
 
-def mark(key: Key, name: str) -> bytes:
-    """The short keyed hash that finds a person among those who were seen."""
-    return bytes.fromhex(key.tag("seen", name))[:_MARK]
+def mark(key: Key, people: Iterable[str]) -> frozenset[bytes]:
+    """The short keyed hashes that find people among those who were seen."""
+    return frozenset(bytes.fromhex(key.tag("seen", name))[:_MARK] for name in people)
 
 
 def check_reason(reason: str, valid: str) -> None:
@@ -389,12 +389,14 @@ class Records(Tables):
                 ended = event.at
         return {"state": "answered", "answer": part["outcome"], "ended": ended}
 
-    def add_seen(self, name: str, new: Collection[bytes], weights: str | None = None) -> None:
+    def add_seen(self, name: str, new: frozenset[bytes], weights: str | None = None) -> None:
         """Add marks of people to those who were seen; ``weights`` says which were trained on the
         data that they are of."""
         model = self.need_model(name)
         before, old = self.read_seen(model)
-        marks, kept = b"".join(sorted(before.union(new))), old if weights is None else weights
+        if new <= before and weights in (None, old):
+            return
+        marks, kept = b"".join(sorted(before | new)), old if weights is None else weights
         digest = self._digest(model, kept, marks)
         self.record("seen", model=name, count=len(marks) // _MARK, digest=digest)
         self.connection.execute(delete(SEEN).where(SEEN.c.model == model["id"]))

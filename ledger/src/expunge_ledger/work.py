@@ -181,7 +181,9 @@ class Worker:
         found, said, asked = self.found, dict[int, str](), set(people.values())
         there, job = found.find(asked), found.kind == "job"
         if job:
-            self.db.add_seen(self.name, found.everybody)
+            seen = mark(self.db.key, found.everybody)
+            with self.db.writing() as tables:
+                tables.add_seen(self.name, seen)
         returned = self.find_returned(asked)
         outcomes, batch, absent = dict[int, Any](), list[int](), dict[int, str]()
         # The data of a job keep whom its releases forgot; who is in a state is to be forgotten.
@@ -257,8 +259,8 @@ class Worker:
             marks, weights = tables.read_seen(tables.need_model(self.name))
         if weights != self.found.hash_weights():
             return dict.fromkeys(absent, _OTHER_WEIGHTS) | reasons
-        key = self.db.key
-        return {n: _GONE for n, name in absent.items() if mark(key, name) in marks} | reasons
+        gone = {n: _GONE for n, name in absent.items() if mark(self.db.key, [name]) <= marks}
+        return gone | reasons
 
     def find_returned(self, asked: set[str]) -> list[int]:
         """The requests of those who were forgotten and are in the state again, but for those whom

@@ -41,7 +41,9 @@ def list_routes(life: Life) -> list[tuple[str, str]]:
         assert isinstance(route, APIRoute)
         found += [(method, route.path) for method in route.methods]
     given = {"number": "1", "model": "shop", "file": "certificate.json", "name": "page.css"}
-    return [(m, re.sub(r"\{(\w+)(?::int)?\}", lambda part: given[part[1]], path)) for m, path in found]
+    return [
+        (m, re.sub(r"\{(\w+)(?::int)?\}", lambda part: given[part[1]], path)) for m, path in found
+    ]
 
 
 def send_raw(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qsl, urlencode
@@ -37,7 +36,6 @@ ENVIRONMENT = Environment(  # whatever a template prints is escaped
 IDLE, MOST_FIELDS = 1_800.0, 20
 KINDS: tuple[api.Kind, ...] = ("waiting", *STATES)
 Form = TypeVar("Form", bound=BaseModel)
-router = APIRouter(include_in_schema=False, default_response_class=HTMLResponse)
 
 
 class SignInNeededError(Exception):
@@ -46,11 +44,12 @@ class SignInNeededError(Exception):
 
 @dataclass(frozen=True)
 class Visitor:
-    """A browser: its session, and the token it signed in with."""
+    """A browser: its session, who signed in, and the fields of the form that it sent."""
 
     server: Server
     session: dict[str, Any]
     signed_in: Caller | None
+    fields: dict[str, str] = field(default_factory=dict[str, str])
 
     @property
     def caller(self) -> Caller:
@@ -68,6 +67,15 @@ class Visitor:
         )  # fmt: skip
         headers = None if refused is None else refused.headers
         return HTMLResponse(text, 200 if refused is None else refused.status_code, headers)
+
+    def read(self, kind: type[Form]) -> Form:
+        """The fields of a form as a program would have sent them; an empty one was not sent."""
+        if unknown := set(self.fields) - set(kind.model_fields):
+            raise RefusedError(400, f"the form has {len(unknown)} fields that are not known here")
+        try:
+            return kind.model_validate({name: one for name, one in self.fields.items() if one})
+        except ValidationError as error:
+            raise RefusedError(422, describe_problems(error.errors())) from None
 
     def end_session(self) -> None:
         """What the session's cookie said is not so any more, wherever it is."""
@@ -95,10 +103,10 @@ def find_visitor(request: Request) -> Visitor:
 Looking = Annotated[Visitor, Depends(find_visitor)]
 
 
-async def read_form(request: Request, visitor: Looking) -> dict[str, str]:
+async def read_form(request: Request, visitor: Looking) -> None:
     """The fields of a form that one of our pages sent, from this browser; a link has none."""
     if request.method == "GET":
-        return {}
+        return
     check_origin(request)
     body = await request.body()
     check_type(request, body, "application/x-www-form-urlencoded")
@@ -115,7 +123,8 @@ async def read_form(request: Request, visitor: Looking) -> dict[str, str]:
     given = fields.pop("form_token", "").encode("utf-8", "replace")
     if not hmac.compare_digest(given, visitor.session["form"].encode()):
         raise RefusedError(403, "the form is not from this session; load the page again")
-    return {name: value.replace("\r\n", "\n").strip() for name, value in fields.items()}
+    for name, value in fields.items():
+        visitor.fields[name] = value.replace("\r\n", "\n").strip()
 
 
 def check_origin(request: Request) -> None:
@@ -134,17 +143,9 @@ def check_origin(request: Request) -> None:
         raise RefusedError(403, "the browser does not say which page sent the form")
 
 
-Fields = Annotated[dict[str, str], Depends(read_form)]
-
-
-def validate(kind: type[Form], fields: Mapping[str, str]) -> Form:
-    """The fields of a form as a program would have sent them; an empty one was not sent."""
-    if unknown := set(fields) - set(kind.model_fields):
-        raise RefusedError(400, f"the form has {len(unknown)} fields that are not known here")
-    try:
-        return kind.model_validate({name: value for name, value in fields.items() if value})
-    except ValidationError as error:
-        raise RefusedError(422, describe_problems(error.errors())) from None
+router = APIRouter(
+    include_in_schema=False, default_response_class=HTMLResponse, dependencies=[Depends(read_form)]
+)  # fmt: skip
 
 
 def describe_problems(problems: Any) -> str:
@@ -166,24 +167,24 @@ def go(place: str) -> RedirectResponse:
 
 @router.get("/sign-in")
 @router.post("/sign-in")
-def sign_in(request: Request, visitor: Looking, fields: Fields) -> Response:
+def sign_in(request: Request, visitor: Looking) -> Response:
     """A token for a session, which is new."""
     if request.method == "GET":
         return go("/") if visitor.signed_in else visitor.show("sign_in.html.j2")
     try:
-        visitor.server.identify(fields.get("token", ""), request)
+        visitor.server.identify(visitor.fields.get("token", ""), request)
     except RefusedError as refused:
         return visitor.show("sign_in.html.j2", refused)
     visitor.end_session()
     visitor.session.update(
-        id=secrets.token_hex(16), token=hash_token(fields["token"]), seen=time.time(),
+        id=secrets.token_hex(16), token=hash_token(visitor.fields["token"]), seen=time.time(),
         form=secrets.token_hex(32),
     )  # fmt: skip
     return go("/")
 
 
 @router.post("/sign-out")
-def sign_out(visitor: Looking, fields: Fields) -> Response:
+def sign_out(visitor: Looking) -> Response:
     visitor.end_session()
     return go("/sign-in")
 
@@ -206,40 +207,40 @@ def show_list(
 
 @router.get("/find")
 @router.post("/find")
-def find(request: Request, visitor: Looking, fields: Fields) -> Response:
+def find(request: Request, visitor: Looking) -> Response:
     """All requests about a person, whom the page does not name."""
     visitor.caller.need("find")
     if request.method == "GET":
         return visitor.show("find.html.j2", found=None)
     try:
-        found = api.find_requests(visitor.caller, validate(api.PersonSent, fields))
+        found = api.find_requests(visitor.caller, visitor.read(api.PersonSent))
     except RefusedError as refused:
         return visitor.show("find.html.j2", refused, found=None)
     return visitor.show("find.html.j2", found=found.requests)
 
 
 @router.post("/evidence")
-def export(visitor: Looking, fields: Fields) -> Response:
+def export(visitor: Looking) -> Response:
     visitor.caller.need("export")
     try:
-        return api.export(visitor.caller, validate(api.PersonSent, fields))
+        return api.export(visitor.caller, visitor.read(api.PersonSent))
     except RefusedError as refused:
         return visitor.show("find.html.j2", refused, found=None)
 
 
 @router.get("/requests/new")
 @router.post("/requests")
-def file_request(request: Request, visitor: Looking, fields: Fields) -> Response:
+def file_request(request: Request, visitor: Looking) -> Response:
     """The form, with what was typed before except the identifier and the reason."""
     caller, refused = visitor.caller, None
     caller.need("file")
     if request.method == "POST":
         try:
-            found = api.file_request(caller, validate(api.RequestSent, fields), Response())
+            found = api.file_request(caller, visitor.read(api.RequestSent), Response())
             return go(f"/requests/{found.number}?{'filed' if found.new else 'before'}=1")
         except (ExpungeError, RefusedError) as error:
             refused = visitor.server.translate(error)
-    kept = {name: fields.get(name, "")[:100] for name in ("model", "received", "due")}
+    kept = {name: visitor.fields.get(name, "")[:100] for name in ("model", "received", "due")}
     return visitor.show("form.html.j2", refused, models=api.show_me(caller).models, kept=kept)
 
 
@@ -268,7 +269,7 @@ def render_request(
 
 
 @router.post("/requests/{number:int}/work")
-def work_on_request(visitor: Looking, fields: Fields, number: api.Number) -> Response:
+def work_on_request(visitor: Looking, number: api.Number) -> Response:
     visitor.caller.need("work")
     for one in api.show_request(visitor.caller, number).answers:
         if one.state in LIVE:
@@ -277,24 +278,24 @@ def work_on_request(visitor: Looking, fields: Fields, number: api.Number) -> Res
 
 
 @router.post("/requests/{number:int}/reason")
-def show_reason(visitor: Looking, fields: Fields, number: api.Number) -> Response:
+def show_reason(visitor: Looking, number: api.Number) -> Response:
     reason = api.show_reason(visitor.caller, number)["reason"]
     return render_request(visitor, number, reason=reason or "No reason was given.")
 
 
 @router.post("/requests/{number:int}/verify")
-def verify_request(visitor: Looking, fields: Fields, number: api.Number) -> Response:
+def verify_request(visitor: Looking, number: api.Number) -> Response:
     verified = api.verify_request(visitor.caller, number)
     return render_request(visitor, number, verified=verified)
 
 
 @router.post("/requests/{number:int}/refuse")
 @router.post("/requests/{number:int}/withdraw")
-def end_request(request: Request, visitor: Looking, fields: Fields, number: api.Number) -> Response:
+def end_request(request: Request, visitor: Looking, number: api.Number) -> Response:
     refuses = request.url.path.endswith("refuse")
     visitor.caller.need("end")
     try:
-        sent = validate(api.WhySent, fields)
+        sent = visitor.read(api.WhySent)
         (api.refuse_request if refuses else api.withdraw_request)(visitor.caller, number, sent)
     except (ExpungeError, RefusedError) as error:
         refused = visitor.server.translate(error)
@@ -306,16 +307,14 @@ def end_request(request: Request, visitor: Looking, fields: Fields, number: api.
 
 @router.get("/models")
 @router.post("/verify")
-def show_models(request: Request, visitor: Looking, fields: Fields) -> Response:
+def show_models(request: Request, visitor: Looking) -> Response:
     verified = api.verify_ledger(visitor.caller) if request.method == "POST" else None
     return visitor.show("models.html.j2", found=api.list_models(visitor.caller), verified=verified)
 
 
 @router.get("/models/{model}")
 @router.post("/models/{model}/verify")
-def show_model(
-    request: Request, visitor: Looking, fields: Fields, model: api.ModelName
-) -> Response:
+def show_model(request: Request, visitor: Looking, model: api.ModelName) -> Response:
     """A model and its chain of releases, verified if that was asked for."""
     verified = api.verify_model(visitor.caller, model) if request.method == "POST" else None
     found = api.show_model(visitor.caller, model)
@@ -325,7 +324,7 @@ def show_model(
 
 
 @router.post("/models/{model}/work")
-def work_on_model(visitor: Looking, fields: Fields, model: api.ModelName) -> Response:
+def work_on_model(visitor: Looking, model: api.ModelName) -> Response:
     api.work_on_model(visitor.caller, model)
     return go(f"/models/{model}")
 
