@@ -29,13 +29,6 @@ def change(ledger: Ledger, statement: str) -> None:
         connection.execute(text(statement))
 
 
-def test_a_ledger_that_holds(ledger: Ledger) -> None:
-    live(ledger)
-    found = ledger.verify()
-    assert (found.requests, found.releases) == (4, 1)
-    assert (found.events, found.head) == (ledger.anchor().events, ledger.anchor().head)
-
-
 ZEROS = f"'{'0' * 64}'"
 CHANGES = {
     "an event's words": "UPDATE events SET body = '{}' WHERE number = 4",
@@ -72,6 +65,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_was_changed_is_found(small: Ledger, name: str) -> None:
     live(small)
+    assert (small.verify().requests, small.verify().head) == (4, small.anchor().head)
     change(small, CHANGES[name])
     with pytest.raises(expunge.VerificationError) as error:
         small.verify()

@@ -221,7 +221,7 @@ def token(
 ) -> Result:  # fmt: skip
     """Make a token for the server, which is printed now and never again; list or revoke them."""
     if name is None:
-        found = [asdict(one) for one in opened.tokens()]
+        found = [one.model_dump() for one in opened.tokens()]
         rows = [(one["name"], one["role"], one["model"] or "all") for one in found]
         return {"tokens": found}, _align(("token", "role", "models"), *rows), 0
     if revoke:

@@ -1,9 +1,9 @@
 """Whether a ledger is what it was, and what leaves it for a regulator.
 
-Verified are its chain, its tables by its chain, its releases and its anchors. What is not found:
-events cut off together with what they changed in the tables, if no release was written and nothing
-was exported or verified after them. Anchors of those lie outside. An export is verified first: a
-zip about one person that needs no ledger and no key to be read.
+Verified are its chain, its tables by its chain, its releases, and the anchor beside the key. What
+is not found: events cut off together with what they changed in the tables, if nothing was worked
+on, exported or verified after them. An export is verified first: a zip about one person that needs
+no ledger and no key to be read.
 """
 
 from __future__ import annotations

@@ -273,6 +273,9 @@ def test_a_job_keeps_everybody_out_whom_it_forgot(net: Ledger, tmp_path: Path) -
         assert (done.failed, done.forgotten) == (None, 1)
     first, second = net.models("net")[0].releases
     assert second.parent == first.certificate
+    with net.reading() as tables:
+        (own,) = tables.show_requests([1], "net")
+    assert own.ended == net.get(1).ended, "the second names p1 again"
     expunge.verify(second.directory, people=["p1", "p2"])
     done = forget(net, "p1")
     assert (done.already, net.get(3).answer) == (1, "forgotten")

@@ -174,6 +174,12 @@ def test_a_session_rests_for_half_an_hour(life: Life, monkeypatch: pytest.Monkey
     assert officer.get("/").status_code == 200
     monkeypatch.setattr(time, "time", lambda: now + 1_700 + 1_900)
     assert officer.get("/").status_code == 303
+    other = Browser(life, "operator")
+    for used in range(1_700, 28_800, 1_700):  # and after eight hours, however much it is used
+        monkeypatch.setattr(time, "time", lambda used=used: now + 3_600 + used)
+        assert other.get("/").status_code == 200
+    monkeypatch.setattr(time, "time", lambda: now + 3_600 + 28_900)
+    assert other.get("/").status_code == 303
 
 
 def test_signing_out_ends_copies_of_the_cookie(life: Life) -> None:

@@ -20,7 +20,7 @@ from expunge_ledger.chain import Event
 from expunge_ledger.evidence import Verified, inspect_model
 from expunge_ledger.keys import read_person
 from expunge_ledger.models import read_certificate
-from expunge_ledger.records import MOST_NUMBER, PACES, Model, Pace, Role, State, is_about
+from expunge_ledger.records import MOST_NUMBER, PACES, Model, Pace, State, Token, is_about
 from expunge_ledger.schema import REQUESTS
 from expunge_ledger.server.access import Asking, Caller
 from expunge_ledger.server.background import Working
@@ -60,12 +60,9 @@ class WhySent(BaseModel):
     reason: Text | None = None
 
 
-class Me(BaseModel):
+class Me(Token, frozen=True):
     """Who this token is, and the models it may name."""
 
-    name: str
-    role: Role
-    model: str | None
     models: list[str]
 
 
@@ -99,8 +96,8 @@ def describe_file(*kinds: str) -> dict[str, Any]:
 @router.get("/me")
 def show_me(caller: Asking) -> Me:
     """Who this token is, and the models it may name."""
-    token, names = caller.token, [one.name for one in caller.models() if one.retired is None]
-    return Me(name=token.name, role=token.role, model=token.model, models=names)
+    names = [one.name for one in caller.models() if one.retired is None]
+    return Me(**caller.token.model_dump(), models=names)
 
 
 @router.get("/requests")

@@ -28,7 +28,7 @@ from expunge_ledger.server.gate import RefusedError, pass_gate
 
 THREADS, BODY = 12, 65_536  # each thread may have one connection to the database
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-LONGEST = 28_800  # seconds of a session
+REST = 1_800  # seconds after which a session that nobody uses is over
 ABOUT = "Requests of people to be forgotten, and the certified releases that answer them."
 KNOWN = {404: "there is no such page", 405: "this is not done so", 413: "the body is too long"}
 
@@ -59,14 +59,14 @@ def make_app(
     app.include_router(pages.router)
     app.mount("/assets", StaticFiles(directory=pages.TEMPLATES.with_name("assets")))
     app.add_middleware(
-        SessionMiddleware, secret_key=secrets.token_hex(32), max_age=LONGEST, same_site="strict",
+        SessionMiddleware, secret_key=secrets.token_hex(32), max_age=REST, same_site="strict",
         session_cookie="__Host-expunge" if names else "expunge", https_only=bool(names),
     )  # fmt: skip
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
     hosts = [*LOOPBACK, *(name.lower() for name in names)]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     app.add_middleware(BaseHTTPMiddleware, dispatch=pass_gate)
-    for kind in (ExpungeError, RequestValidationError, HTTPException, pages.SignInNeededError):
+    for kind in (ExpungeError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, explain)
     return app
 
@@ -74,8 +74,6 @@ def make_app(
 def explain(request: Request, error: Exception) -> Response:
     """The answer to what went wrong: JSON for programs, a page for people."""
     match error:
-        case pages.SignInNeededError():
-            return pages.go("/sign-in")
         case RequestValidationError():
             found = error.errors()
             status = 404 if any("path" in one["loc"][:1] for one in found) else 422

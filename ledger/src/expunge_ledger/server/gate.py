@@ -41,6 +41,7 @@ class RefusedError(HTTPException):
     def __init__(self, status: int, sentence: str, wait: int = 0) -> None:
         headers = {"Retry-After": str(wait)} if wait else {}
         headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        headers |= {"Location": "/sign-in"} if status == 303 else {}
         super().__init__(status, sentence, headers)
 
     def __str__(self) -> str:

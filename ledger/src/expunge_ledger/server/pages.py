@@ -33,13 +33,9 @@ ENVIRONMENT = Environment(  # whatever a template prints is escaped
     loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
     trim_blocks=True, lstrip_blocks=True,
 )  # fmt: skip
-IDLE, MOST_FIELDS = 1_800.0, 20
+LONGEST, MOST_FIELDS = 28_800.0, 20  # seconds of a session; fields of a form
 KINDS: tuple[api.Kind, ...] = ("waiting", *STATES)
 Form = TypeVar("Form", bound=BaseModel)
-
-
-class SignInNeededError(Exception):
-    """The page is for somebody who signed in."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Visitor:
     def caller(self) -> Caller:
         """Whoever signed in; a page that needs one is for nobody else."""
         if self.signed_in is None:
-            raise SignInNeededError
+            raise RefusedError(303, "the page is for somebody who signed in")
         return self.signed_in
 
     def show(self, template: str, refused: RefusedError | None = None, **values: Any) -> Response:
@@ -87,10 +83,11 @@ class Visitor:
 
 
 def find_visitor(request: Request) -> Visitor:
-    """Who looks at a page; a session ends after half an hour of rest."""
+    """Who looks at a page. A session is over after eight hours, and after half an hour of rest: its
+    cookie is signed anew while it is used."""
     server: Server = request.app.state.server
     session, now = request.session, time.time()
-    if session.get("id", "-") in server.ended or now - session.get("seen", now) > IDLE:
+    if session.get("id", "-") in server.ended or now - session.get("began", now) > LONGEST:
         session.clear()
     if "form" not in session:
         session["form"] = secrets.token_hex(32)
@@ -176,8 +173,9 @@ def sign_in(request: Request, visitor: Looking) -> Response:
     except RefusedError as refused:
         return visitor.show("sign_in.html.j2", refused)
     visitor.end_session()
+    now = time.time()
     visitor.session.update(
-        id=secrets.token_hex(16), token=hash_token(visitor.fields["token"]), seen=time.time(),
+        id=secrets.token_hex(16), token=hash_token(visitor.fields["token"]), began=now, seen=now,
         form=secrets.token_hex(32),
     )  # fmt: skip
     return go("/")
