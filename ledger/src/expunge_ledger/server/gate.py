@@ -7,7 +7,6 @@ route is a pattern of ours, such as /requests/{number}: what an address says is 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -117,10 +116,12 @@ async def check_json(request: Request) -> None:
     """The body of a program is JSON that no two programs read in two ways."""
     body = await request.body()
     check_type(request, body, "application/json")
-    if b"\0" in body:  # as UTF-16 and UTF-32 have
-        raise RefusedError(400, "the body must be JSON in UTF-8")
-    with contextlib.suppress(ValueError):  # what is no JSON at all, FastAPI has refused
-        json.loads(body, object_pairs_hook=_read_pairs)
+    try:
+        if b"\0" in body:  # as UTF-16 and UTF-32 have
+            raise ValueError(body)  # noqa: TRY301
+        json.loads(body or b"{}", object_pairs_hook=_read_pairs)
+    except (ValueError, RecursionError):
+        raise RefusedError(400, "the body must be JSON in UTF-8") from None
 
 
 def _read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
