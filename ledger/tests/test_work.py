@@ -11,9 +11,10 @@ import pytest
 from sqlalchemy import select, update
 
 import expunge
-from expunge_ledger import Ledger, models, work
+from expunge_ledger import Ledger, lease, models
 from expunge_ledger.chain import Anchor
 from expunge_ledger.database import connected
+from expunge_ledger.lease import Lease
 from expunge_ledger.models import check_release
 from expunge_ledger.schema import LEASES, SECRETS
 from expunge_ledger.work import Worker
@@ -126,7 +127,7 @@ def test_a_death_anywhere_is_survived(
 
     with monkeypatch.context() as patch:
         patch.setattr(module, name, kill)
-        patch.setattr(Worker, "give_back", lambda self: None)
+        patch.setattr(Lease, "give_back", lambda self: None)
         with pytest.raises(life.Killed):
             ledger.work()
     assert ledger.work() == ()
@@ -145,14 +146,14 @@ def test_a_death_anywhere_is_survived(
 def test_two_workers_never_take_the_same(ledger: Ledger) -> None:
     ledger.request("person-1")
     one, two = Worker(ledger, "shop"), Worker(ledger, "shop")
-    assert one.take()
-    assert not two.take()
+    assert one.lease.take()
+    assert not two.lease.take()
     assert ledger.work() == ()
     with pytest.raises(expunge.RunError, match="at work on shop"):
         ledger.replay("shop")
-    one.give_back()
-    assert two.take()
-    two.give_back()
+    one.lease.give_back()
+    assert two.lease.take()
+    two.lease.give_back()
     die_at(models.Model, "forget", ledger.work)
     life.check_refused("being worked on", ledger.withdraw, 1)
 
@@ -186,22 +187,22 @@ def test_a_worker_that_lives_is_not_taken_for_dead(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger.request("person-1")
-    renewed, renew, forget = threading.Event(), Worker.renew, models.Model.forget
+    renewed, renew, forget = threading.Event(), Lease.renew, models.Model.forget
     seen = list[bool]()
 
-    def note(self: Worker) -> bool:
+    def note(self: Lease) -> bool:
         if threading.current_thread() is not threading.main_thread():
             renewed.set()
         return renew(self)
 
     def wait(*given: object) -> None:
         assert renewed.wait(60)
-        seen.append(Worker(ledger, "shop").take())
+        seen.append(Worker(ledger, "shop").lease.take())
         forget(*given)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Worker, "renew", note)
+    monkeypatch.setattr(Lease, "renew", note)
     monkeypatch.setattr(models.Model, "forget", wait)
-    monkeypatch.setattr(work, "LEASE", 3.0)
+    monkeypatch.setattr(lease, "SECONDS", 3.0)
     (done,) = ledger.work()
     assert done.forgotten == 1
     assert seen == [False]

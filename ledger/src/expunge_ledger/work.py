@@ -13,29 +13,21 @@ the same release or finds it complete; it answers nothing twice, because both wr
 from __future__ import annotations
 
 import json
-import os
-import platform
-import secrets
-import threading
-import time
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select, update
-
 import expunge
 from expunge import ExpungeError, InputError, RunError, UnlearningError, VerificationError
 from expunge_ledger import models
-from expunge_ledger.database import Database, connected
+from expunge_ledger.database import Database
 from expunge_ledger.deeds import ALREADY, FORGOTTEN, NOT_HELD, Row
+from expunge_ledger.lease import SILENT, Lease
 from expunge_ledger.records import Records, mark
-from expunge_ledger.schema import LEASES, RELEASES, WORK
+from expunge_ledger.schema import RELEASES, WORK
 
-LEASE = 60.0  # seconds that a worker may be silent before another goes on
-_SILENT = "another worker went on with this model, because this one was silent"
 _SIMILAR = (
     "nobody is in the model under this identifier, but somebody is under one that differs only in "
     "case or width; if it is the same person, withdraw the request and file theirs, else refuse it"
@@ -67,78 +59,14 @@ class Done:
 
 
 class Worker:
-    """A worker of this process at one model; ``replay``: it forgets again who came back into it.
-
-    The lease is taken by the database's own means: ``FOR UPDATE SKIP LOCKED`` on PostgreSQL,
-    ``BEGIN IMMEDIATE`` on SQLite. A worker that lives renews it. What ends one too early, a stopped
-    process or a clock that was set, costs time and nothing else: whoever goes on writes the same
-    rows and release.
-    """
+    """A worker of this process at one model; ``replay``: it forgets again who came back into it."""
 
     def __init__(self, db: Database, name: str, *, replay: bool = False) -> None:
         self.db, self.name, self.replay = db, name, replay
         with db.reading() as tables:
             self.model = tables.need_model(name, used=True)  # its row as it was first read
-        self.worker = f"{platform.node()[:40]}/{os.getpid()}/{secrets.token_hex(4)}"
-        self._row = LEASES.c.model == self.model["id"]
+        self.lease = Lease(db.engine, self.model["id"])
         self._names = dict[int, str]()
-
-    def take(self) -> bool:
-        """Take the model's lease; False if another has it, or is taking it just now."""
-        with connected(self.db.engine, writes=True) as connection:
-            chosen, now = select(LEASES).where(self._row), time.time()
-            row = connection.execute(chosen.with_for_update(skip_locked=True)).one_or_none()
-            if row is None:
-                if connection.execute(chosen).first() is not None:
-                    return False
-                connection.execute(insert(LEASES).values(model=self.model["id"], until=0.0))
-            elif row.worker != self.worker and now < row.until <= now + 2 * LEASE:
-                return False  # one that ends later than any is of a wrong clock
-            taken = {"worker": self.worker, "until": now + LEASE}
-            connection.execute(update(LEASES).where(self._row).values(**taken))
-            return True
-
-    def renew(self) -> bool:
-        """Go on for longer; False if another took the model meanwhile."""
-        return self._change(until=time.time() + LEASE)
-
-    def give_back(self) -> None:
-        """Let others take the model."""
-        self._change(worker=None, until=0.0)
-
-    def _change(self, **values: object) -> bool:
-        with connected(self.db.engine, writes=True) as connection:
-            mine = self._row & (LEASES.c.worker == self.worker)
-            return bool(connection.execute(update(LEASES).where(mine).values(**values)).rowcount)
-
-    def check(self, tables: Records) -> None:
-        """Refuse to go on when another did."""
-        chosen = select(LEASES.c.worker).where(self._row)
-        if tables.connection.execute(chosen).scalar_one_or_none() != self.worker:
-            raise RunError(_SILENT)
-
-    @contextmanager
-    def taken(self) -> Generator[bool]:
-        """Whether the model is this worker's while the body runs."""
-        if not self.take():
-            yield False
-            return
-        over = threading.Event()
-
-        def go_on() -> None:
-            going = True
-            while going and not over.wait(LEASE / 3):
-                with suppress(ExpungeError):
-                    going = self.renew()
-
-        thread = threading.Thread(target=go_on, daemon=True)
-        thread.start()
-        try:
-            yield True
-        finally:
-            over.set()
-            thread.join()
-            self.give_back()
 
     def work(self) -> Done | None:
         """One round; None if there is nothing to do, or another works on the model."""
@@ -146,7 +74,7 @@ class Worker:
             with self.db.reading() as tables:
                 if not (self.replay or self.model["begun"] or tables.live(self.model)):
                     return None
-            with self.taken() as mine:
+            with self.lease.taken() as mine:
                 return self._work() if mine else None
         except VerificationError as error:
             return Done(self.name, failed=str(error))
@@ -209,10 +137,10 @@ class Worker:
             forgotten = list_forgotten(self.db, self.model)
             earlier = [numbers[-1] for name, numbers in forgotten.items() if name in others]
         with self.db.writing() as tables:
-            self.check(tables)
+            self.lease.check(tables)
             now = tables.need_model(self.name)
             if now["begun"] is not None or now["retired"] is not None:
-                raise RunError(_SILENT)
+                raise RunError(SILENT)
             still = {part["request"] for part in tables.live(now)}  # nobody withdrew meanwhile
             outcomes = {number: one for number, one in outcomes.items() if number in still}
             tables.load([*outcomes, *batch])
@@ -312,12 +240,12 @@ class Worker:
                 last = tables.read_release(model, model["finished"])
                 parent = Path(last["directory"])
                 models.read_certificate(parent, last["certificate"])
-        if not self.renew():
-            raise RunError(_SILENT)
+        if not self.lease.renew():
+            raise RunError(SILENT)
         if not models.is_written(directory):
             if returned := self.find_returned(people):
                 with self.db.writing() as tables:
-                    self.check(tables)
+                    self.lease.check(tables)
                     self.begin(tables, tables.need_model(self.name), returned, replay=True)
                 return self.finish(done)
         elif found.kind == "state" and found.find(people):
@@ -369,7 +297,7 @@ class Worker:
 
     def _drop(self) -> None:
         with self.db.writing() as tables:
-            self.check(tables)
+            self.lease.check(tables)
             tables.record("dropped", model=self.name, release=self.model["begun"])
 
 

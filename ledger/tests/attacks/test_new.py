@@ -8,7 +8,7 @@ import pytest
 import expunge
 from expunge_ledger import Ledger
 from expunge_ledger.server.app import make_app
-from ledger.tests.life import check_differs, check_fails, file, list_states, put, read, write
+from ledger.tests.life import check_differs, file, put, read, write
 from ledger.tests.server_run import Browser, Life, read_form_token
 
 
@@ -75,15 +75,6 @@ def test_rows_of_another_ledger_with_the_same_key(small: Ledger, tmp_path: Path)
         small.make_token("desk", "requester")
         restore(small, "tokens", read(other, "SELECT * FROM tokens"))
         check_differs("tokens: evil", small.tokens)
-
-
-def test_a_secret_of_another_kind_does_not_open(small: Ledger) -> None:
-    """A reason that says somebody's name, moved to where the name is."""
-    small.request("person-1", reason="person-2")
-    write(small, "DELETE FROM secrets WHERE what = 'person'")
-    write(small, "UPDATE secrets SET what = 'person'")
-    check_fails(small, "changed or moved")
-    assert list_states(small) == {1: "open"}
 
 
 def test_a_token_for_one_model_learns_nothing_of_another(life: Life) -> None:

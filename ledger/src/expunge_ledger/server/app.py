@@ -21,14 +21,13 @@ from starlette.staticfiles import StaticFiles
 
 from expunge import ExpungeError, InputError
 from expunge_ledger.ledger import Ledger
-from expunge_ledger.server import api, pages
+from expunge_ledger.server import api, pages, sessions
 from expunge_ledger.server.access import Server
 from expunge_ledger.server.background import Background
-from expunge_ledger.server.gate import RefusedError, pass_gate
+from expunge_ledger.server.gate import RefusedError, describe_problems, pass_gate
 
 THREADS, BODY = 12, 65_536  # each thread may have one connection to the database
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-REST = 1_800  # seconds after which a session that nobody uses is over
 ABOUT = "Requests of people to be forgotten, and the certified releases that answer them."
 KNOWN = {404: "there is no such page", 405: "this is not done so", 413: "the body is too long"}
 
@@ -57,10 +56,11 @@ def make_app(
     app.state.server, app.state.secure = server, bool(names)
     app.include_router(api.router)
     app.include_router(pages.router)
-    app.mount("/assets", StaticFiles(directory=pages.TEMPLATES.with_name("assets")))
+    app.mount("/assets", StaticFiles(directory=sessions.TEMPLATES.with_name("assets")))
     app.add_middleware(
-        SessionMiddleware, secret_key=secrets.token_hex(32), max_age=REST, same_site="strict",
+        SessionMiddleware, secret_key=secrets.token_hex(32), same_site="strict",
         session_cookie="__Host-expunge" if names else "expunge", https_only=bool(names),
+        max_age=sessions.REST,
     )  # fmt: skip
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
     hosts = [*LOOPBACK, *(name.lower() for name in names)]
@@ -77,7 +77,7 @@ def explain(request: Request, error: Exception) -> Response:
         case RequestValidationError():
             found = error.errors()
             status = 404 if any("path" in one["loc"][:1] for one in found) else 422
-            refused = RefusedError(status, pages.describe_problems(found))
+            refused = RefusedError(status, describe_problems(found))
         case HTTPException() if not isinstance(error, RefusedError):
             refused = RefusedError(error.status_code, KNOWN.get(error.status_code, "refused"))
         case _:
@@ -85,7 +85,7 @@ def explain(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/api"):
         return JSONResponse({"detail": str(refused)}, refused.status_code, refused.headers)
     try:
-        visitor = pages.find_visitor(request)
+        visitor = sessions.find_visitor(request)
     except RefusedError:
         return Response(str(refused), refused.status_code, media_type="text/plain")
     return visitor.show("error.html.j2", refused)

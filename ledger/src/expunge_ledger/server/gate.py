@@ -128,3 +128,15 @@ def _read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
         raise RefusedError(422, "a field of the body is there twice")
     return dict(pairs)
+
+
+def describe_problems(problems: Any) -> str:
+    """What a validation found, without the values: they may name a person."""
+    said = list[str]()
+    for problem in problems[:5]:
+        place = [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
+        name = ".".join(place) if all(part.isidentifier() for part in place) else "a field"
+        unknown = problem["type"] == "extra_forbidden"
+        what = "it is not known here" if unknown else problem["msg"]
+        said.append(f"{name or 'the body'}: {what}")
+    return "; ".join(said)
