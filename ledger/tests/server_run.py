@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -53,22 +52,13 @@ class Running:
         assert found, f"{said!r} {log.read_text()}"
         self.url = found[0]
 
-    def kill(self) -> int:
+    def kill(self) -> None:
         """As if the power failed."""
         self.process.kill()
-        return self.wait()
-
-    def stop(self) -> int:
-        """As Ctrl-C; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> int:
-        code = self.process.wait(60)
+        self.process.wait(60)
         self.log.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return code
 
     def __enter__(self) -> Running:
         return self

@@ -155,7 +155,6 @@ class Ledger(Database):
             if row["begun"] is not None:
                 raise InputError(f"{model} has work that began; finish it with expunge-ledger work")
             numbers = sorted(part["request"] for part in tables.live(row))
-            tables.load(numbers)
             tag = self.key.tag(WITHDRAWN, withdrawn)
             tables.record("retired", model=model, withdrawn=tag, requests=numbers)
             tables.drop_names(numbers)

@@ -355,7 +355,6 @@ class Records(Tables):
         """Requests in the order of the numbers, with clocks and answers. Who may see the model
         ``own`` alone sees its part, as if no other were asked: what the others came to, and when,
         is not in state, answer or clock."""
-        self.load(numbers)
         names = {row["id"]: row["name"] for row in self.models()}
         rows = list(filter(None, (self.get(REQUESTS, number) for number in numbers)))
         whys = self.read_secrets("why", [row["number"] for row in rows if row["why"] is not None])

@@ -143,7 +143,6 @@ class Worker:
                 raise RunError(SILENT)
             still = {part["request"] for part in tables.live(now)}  # nobody withdrew meanwhile
             outcomes = {number: one for number, one in outcomes.items() if number in still}
-            tables.load([*outcomes, *batch])
             if outcomes:
                 named = {str(number): one for number, one in outcomes.items()}
                 tables.record("settled", model=self.name, outcomes=named)
@@ -234,8 +233,7 @@ class Worker:
             begun = tables.read_release(model, model["begun"])
             names = self._names = tables.read_names(json.loads(begun["requests"]))
             people, directory = set(names.values()), Path(begun["directory"])
-            tables.load(names)
-            parts = {number: tables.get(WORK, number, model["id"]) or {} for number in names}
+            live = tables.live(model)
             if found.kind == "job" and model["finished"]:
                 last = tables.read_release(model, model["finished"])
                 parent = Path(last["directory"])
@@ -272,7 +270,8 @@ class Worker:
         if fresh.kind == "state" and fresh.find(people):
             raise VerificationError(f"{found.path} still holds people whom {directory} forgot")
         self.complete(begun, certificate, fresh.generation)
-        new = {n for n, part in parts.items() if begun["replay"] or part["state"] == "running"}
+        running = {part["request"] for part in live if part["state"] == "running"}
+        new = set(names) if begun["replay"] else running
         return replace(
             done, requests=tuple(sorted(new.union(done.requests))), forgotten=len(new),
             release=begun["number"], directory=directory, certificate=certificate.sha256,
@@ -288,7 +287,7 @@ class Worker:
             if row["state"] == "begun":
                 if row["requests"] != begun["requests"]:
                     raise RunError(f"{directory} names others meanwhile; it answers nothing")
-                tables.load(numbers)
+                tables.live(tables.need_model(self.name))  # proved, and read at once
                 tables.record(
                     "released", model=self.name, release=begun["number"], requests=numbers,
                     certificate=made.sha256, parent=made.parent, generation=generation,

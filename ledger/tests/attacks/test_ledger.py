@@ -273,6 +273,7 @@ def test_a_job_keeps_everybody_out_whom_it_forgot(net: Ledger, tmp_path: Path) -
     expunge.verify(second.directory, people=["p1", "p2"])
     done = forget(net, "p1")
     assert (done.already, net.get(3).answer) == (1, "forgotten")
+    assert net.replay("net").release is None, "its data keep them, its releases do not"
     net.verify()
     shutil.copytree(first.directory, second.directory, dirs_exist_ok=True)
     net.request("p3")
