@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from expunge import CertificateError, Data, GradientClipping, InputError, ModelClipping, unlearn
 from expunge.audit.mechanism import audit_run
+from expunge.certificates.consistency import find_contradictions
 from expunge.cli.main import app
 from tests.audit.defects import scale_noise
 from tests.helpers.sample_releases import save_release
@@ -38,6 +39,15 @@ def test_a_run_is_audited_and_what_was_found_is_written(recipe, tmp_path):
     assert (epsilon["kind"], epsilon["value"]) == ("epsilon", release.certificate.epsilon)
     assert epsilon["proved"] == found.proved("epsilon") <= release.certificate.epsilon
     assert (saved["confidence"], saved["trials"], saved["problems"]) == (0.999, 5000, [])
+
+
+def test_short_noise_in_a_record(tmp_path):
+    record = make_run(tmp_path / "run", GRADIENT).record
+    short = tuple(0.7 * norm for norm in record.trace.noise_norm)
+    trace = record.trace.model_copy(update={"noise_norm": short})
+    assert find_contradictions(record) == []
+    (said,) = find_contradictions(record.model_copy(update={"trace": trace}))
+    assert said == "the noise of all steps together is too short or too long for its noise_std"
 
 
 def test_an_edited_record_and_none(tmp_path):
