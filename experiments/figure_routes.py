@@ -67,7 +67,7 @@ class Task:
 LIFT = 4_096
 TASKS = {
     "mnist": Task("MNIST", "mnist", "mnist", 30, 0.01),
-    "cifar10": Task("CIFAR-10", "cifar10", "crossed_cifar10", 1, 0.01),
+    "cifar10": Task("CIFAR-10", "cifar10", "crossed_cifar10", 1, 100),
     "features_cifar10": Task(
         "CIFAR-10 on public features", "features_cifar10", "features_cifar10", 25, 0.01
     ),
