@@ -36,6 +36,8 @@ FRAGMENTS = (
     "figure_epsilon_cifar10",
     "figure_transfer_cifar10",
     *(f"search_{task}" for task in BOTH),
+    "table_features",
+    "table_adapters",
     "table_shards_mnist",
     "table_centre_digits",
     "table_comparison",

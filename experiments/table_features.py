@@ -34,7 +34,7 @@ from images import load_cifar, load_digits
 from options import Options, drive
 from runs import Store
 from samples import Samples, split_validation
-from summary import average, make_table, publish, select
+from summary import average, compare, make_table, publish
 
 CHUNK, LIFT, SEEDS = 250, 2048, 3
 ALPHAS = (10.0, 100.0, 1e3, 1e4)
@@ -208,23 +208,35 @@ def run(_: str, options: Options) -> None:
 
 def show(_: str, options: Options) -> None:
     """The tables, for people."""
-    lines = Store(options.out, "table_features").read().values()
-    names, rows = ("task", "model", "arm", "columns", "learned", "tested"), list[list[Any]]()
-    found = [line for line in lines if line["arm"] != "table"]
-    for key in dict.fromkeys(tuple(line[name] for name in names) for line in found):
-        about = dict(zip(names, key, strict=True))
-        same = {name: about[name] for name in ("task", "model", "learned")} | {"arm": "last"}
-        own, last = select(found, **about), select(found, **same)
-        less = [own[seed]["test"] - last[seed]["test"] for seed in own if seed in last]
-        gap = f"{np.mean(less):+.2f} ({min(less):+.2f} … {max(less):+.2f})"
-        rows.append([*key, len(own), f"{average(own.values()).value:.2f}", gap])
-    text = make_table([*names, "seeds", "test %", "minus last"], rows) + "\n\n"
-    header = ["table", "model", "people", "columns", "score", "scikit-learn's", "ms a request"]
-    tables = list[list[Any]]()
+    lines = list(Store(options.out, "table_features").read().values())
+    text = f"{tabulate_layers(lines)}\n\n{tabulate_tables(lines)}\n"
+    publish(text, options.out / "table_features.md")
+
+
+def tabulate_layers(lines: list[Line]) -> str:
+    """The arms of every data set beside each other, with their columns."""
+    rows = list[list[object]]()
+    for learned in dict.fromkeys((x["task"], x["learned"]) for x in lines if x["arm"] != "table"):
+        own = [line for line in lines if (line["task"], line["learned"]) == learned]
+        columns = {line["arm"]: line["columns"] for line in own}
+        lifted = next(arm for arm in columns if arm.startswith("last, lift"))
+        arms = "auto", "last", lifted, f"auto, lift {LIFT}"
+        cells = [f"{average(own, arm=arm)} ({columns[arm]:,})" for arm in arms if arm in columns]
+        gaps = [compare(own, {"arm": "auto"}, {"arm": other}) for other in ("last", lifted)]
+        rows.append([*learned, own[0]["tested"], *cells, *gaps])
+    arms = "auto", "last", "last, lifted to as many", f"auto, lifted by {LIFT:,}"
+    gaps = "auto − last", "auto − last, lifted"
+    return make_table(["data", "learned", "tested", *arms, *gaps], rows)
+
+
+def tabulate_tables(lines: list[Line]) -> str:
+    """Ours beside scikit-learn's own."""
+    rows = list[list[object]]()
     for x in (line for line in lines if line["arm"] == "table"):
         about, scores = [x[n] for n in ("task", "model", "learned", "columns")], x["scores"]
-        tables.append([*about, *(f"{s:.5f}" for s in scores), f"{1000 * x['seconds']:.0f}"])
-    publish(text + make_table(header, tables) + "\n", options.out / "table_features.md")
+        rows.append([*about, *(f"{s:.5f}" for s in scores), f"{1000 * x['seconds']:.0f}"])
+    header = ["table", "model", "people", "columns", "score", "scikit-learn's", "ms a request"]
+    return make_table(header, rows)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -220,13 +220,17 @@ def _conclude(demo: Demo, seconds: float) -> None:
     bound = max(row["survival_bound"] for row in demo.rows)
     write("\nseconds: from the request to its verified certificate, here and now.")
     write(
+        "epsilon: at 0 the new model is, bit for bit, what training without these people gives; "
+        f"at {EPSILON:g} it is so up to chance (delta = {DELTA:g})."
+    )
+    write(
         "control: the same noisy run started from its centre, without the old network. At epsilon "
         f"= {EPSILON:g} at most {100 * bound:.1f} % of runs can differ from it in any way: what "
         "noise leaves of the old network cannot be measured."
     )
     write(
-        f"{demo.out} has every release. The noisy ones are of one old network: publish one of "
-        f"them, or say releases=. All of it took {seconds:.0f} s."
+        f"{demo.out} has every release. The noisy ones are of one old network: publish at most "
+        f"one of them. All of it took {seconds:.0f} s."
     )
     write(
         "Your route: a linear model, where vectors or a published network's features will do; "
