@@ -16,5 +16,5 @@ if __name__ == "__main__":
                 if i % 10 == 0:
                     ledger.request(f"person-{i}")
         while role == "worker":
-            if not ledger.work(lease=30.0):
+            if not ledger.work():
                 time.sleep(0.02)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from starlette.testclient import TestClient
 
 from expunge_ledger import Ledger
 from expunge_ledger.server.app import make_app
-from expunge_ledger.server.desk import Desk
 from ledger.tests.stand_in import make_state
 
 ROLES = ("requester", "operator", "auditor")
@@ -54,22 +52,13 @@ class Running:
         assert found, f"{said!r} {log.read_text()}"
         self.url = found[0]
 
-    def kill(self) -> int:
+    def kill(self) -> None:
         """As if the power failed."""
         self.process.kill()
-        return self.wait()
-
-    def stop(self) -> int:
-        """As Ctrl-C; the exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.wait()
-
-    def wait(self) -> int:
-        code = self.process.wait(60)
+        self.process.wait(60)
         self.log.close()
         assert self.process.stdout is not None
         self.process.stdout.close()
-        return code
 
     def __enter__(self) -> Running:
         return self
@@ -106,8 +95,7 @@ class Life:
         for name in ("shop", "search"):
             self.ledger.register(name, make_state(folder / name))
         self.tokens = make_tokens(self.ledger)
-        self.desk = Desk(self.ledger, pause=0.05)
-        self.app = make_app(self.ledger, rate=rate, desk=self.desk)
+        self.app = make_app(self.ledger, rate=rate, pause=0.05)
 
     def open(self) -> TestClient:
         """A browser, or a program: it keeps its cookies and goes nowhere by itself."""
@@ -124,7 +112,7 @@ class Life:
         return {"Authorization": f"Bearer {self.tokens.get(who, who)}"}
 
     def let_work(self, model: str) -> Any:
-        """Press the button; what the desk says at the end."""
+        """Press the button; what is said at the end."""
         self.ask("operator", "POST", f"/models/{model}/work")
         until = time.monotonic() + 120
         while not (now := self.ask("operator", "GET", "/work").json()[0])["over"]:
@@ -139,7 +127,7 @@ class Life:
         return answer.json()["number"]
 
     def work(self, model: str = "shop") -> None:
-        """What the desk would do, here and now."""
+        """What the server would do in the background, here and now."""
         while self.ledger.work(model):
             pass
 

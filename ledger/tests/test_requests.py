@@ -47,12 +47,6 @@ def test_bad_requests_change_nothing(small: Ledger, given: dict, said: str) -> N
     assert small.anchor() == before
 
 
-def test_a_month_is_a_month_of_the_calendar() -> None:
-    days = {"2026-01-31": "2026-02-28", "2028-01-31": "2028-02-29", "2026-03-31": "2026-04-30",
-            "2026-12-31": "2027-01-31", "2026-05-17": "2026-06-17"}  # fmt: skip
-    assert {day: str(add_month(date.fromisoformat(day))) for day in days} == days
-
-
 def test_the_pace_comes_from_the_days() -> None:
     due = date(2026, 2, 28)
     paces = {n: read_pace(due, None, due - timedelta(days=n))[0] for n in (8, 7, 0, -1)}

@@ -14,13 +14,15 @@ The sentence of an error names the field, the value and what would be valid.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
 
 
 class ExpungeError(Exception):
     """Root of the tree: ``except expunge.ExpungeError`` catches all that is raised on purpose."""
 
     exit_code = 2
-    told_by_another = False  # of several processes of a run, only one prints the sentence
+    printed_elsewhere = False  # of several processes of a run, only one prints the sentence
 
 
 class InputError(ExpungeError, ValueError):
@@ -64,6 +66,22 @@ class VerificationError(ExpungeError):
     """A certificate that does not hold; the sentence names each thing that differs."""
 
     exit_code = 1
+
+
+@contextmanager
+def collecting(problems: list[str]) -> Generator[None]:
+    """What is refused is one of several problems: the next step may find another.
+
+    >>> problems = []
+    >>> with collecting(problems):
+    ...     raise InputError("epsilon is missing")
+    >>> problems
+    ['epsilon is missing']
+    """
+    try:
+        yield
+    except ExpungeError as error:
+        problems += str(error).split("\n")
 
 
 def describe_error(error: BaseException, own: int = 0) -> str:

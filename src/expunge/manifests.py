@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from expunge.errors import CertificateError, InputError, UnlearningError
 from expunge.files import is_inside, read_limited, refuse_twice
 
 _MOST = 1_000_000_000
+_MARK = re.compile("[0-9a-f]{32}")
 _WAY_OUT = (
     "restore the whole folder from one backup, then forget again whoever was forgotten since that "
     "day"
@@ -83,6 +85,7 @@ class Manifest:
         plain.pop("sha256")
         made = _find_reader().validate_python(plain)
         named = all(entry.file == f"{n}.{entry.sha256[:24]}" for n, entry in made.files.items())
+        named &= all(_MARK.fullmatch(mark) and n >= 0 for mark, n in made.pending.items())
         if made.to_bytes() != data or not named or not all(map(is_inside, made.list_files())):
             raise ValueError("not the bytes that were written")
         return made

@@ -4,8 +4,9 @@ Full words outside, the paper's letters inside (docs/theory.md):
 start_clip C0 · grad_clip C1 · model_clip C2 · learning_rate γ · weight_decay λ · noise_std σ ·
 start_noise_std σ0 · steps T. ``Π_C`` scales ``x - centre`` down to norm C; ``ξ ~ N(0, σ²I)``.
 
-A field is described once, by its name in ``FIELDS``. Validation here, the certificate's wire
-format, options and job keys are all made from it.
+A class has its method's name on the command line and in files, and the theorem that it rests on. A
+field is described once, by its name in ``FIELDS``. Validation here, the certificate's wire format,
+options and job keys are all made from it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,9 @@ class OutputPerturbation(_Validated):
     OutputPerturbation(start_clip=0.01, noise_std=0.0746127)
     """
 
+    method: ClassVar[str] = "output-perturbation"
+    theorem: ClassVar[str] = "exact Gaussian mechanism (Balle & Wang 2018, Theorem 8)"
+
     start_clip: float
     noise_std: float
 
@@ -87,6 +91,9 @@ class GradientClipping(_Validated):
     ...                  weight_decay=10.0, steps=1, noise_std=0.02827).steps
     1
     """
+
+    method: ClassVar[str] = "gradient-clipping"
+    theorem: ClassVar[str] = "shifted interpolation, exact GDP (Bok, Su & Altschuler 2024)"
 
     start_clip: float
     grad_clip: float
@@ -109,6 +116,9 @@ class ModelClipping(_Validated):
                   start_clip=None, start_noise_std=0.0)
     """
 
+    method: ClassVar[str] = "model-clipping"
+    theorem: ClassVar[str] = "amplification by mixing (Balle et al. 2019, Theorem 1)"
+
     model_clip: float
     learning_rate: Schedule
     weight_decay: float
@@ -122,10 +132,16 @@ class ModelClipping(_Validated):
 class Retraining(_Validated):
     """Train again on the retained data from a public start: (0, 0)."""
 
+    method: ClassVar[str] = "retraining"
+    theorem: ClassVar[str] = "retraining never uses the old model"
+
 
 @dataclass(frozen=True)
 class LinearModel(_Validated):
     """A linear model solved again from what is stored of the retained rows: (0, 0)."""
+
+    method: ClassVar[str] = "linear-model"
+    theorem: ClassVar[str] = "solved again from retained rows alone"
 
 
 @dataclass(frozen=True)
@@ -136,6 +152,9 @@ class Sharding(_Validated):
     Sharding(shards=8, slices=4)
     """
 
+    method: ClassVar[str] = "shards"
+    theorem: ClassVar[str] = "every constituent is trained on retained data alone"
+
     shards: int
     slices: int
 
@@ -144,14 +163,7 @@ NoisyRecipe = OutputPerturbation | GradientClipping | ModelClipping
 ExactRecipe = Retraining | LinearModel | Sharding
 Recipe = NoisyRecipe | ExactRecipe
 
-METHODS: Mapping[str, type[Recipe]] = {
-    "output-perturbation": OutputPerturbation,
-    "gradient-clipping": GradientClipping,
-    "model-clipping": ModelClipping,
-    "retraining": Retraining,
-    "linear-model": LinearModel,
-    "shards": Sharding,
-}
+METHODS: Mapping[str, type[Recipe]] = {kind.method: kind for kind in get_args(Recipe)}
 
 
 def is_exact(recipe: Recipe) -> bool:
@@ -163,15 +175,6 @@ def is_exact(recipe: Recipe) -> bool:
     return isinstance(recipe, ExactRecipe)
 
 
-def method_name(recipe: Recipe) -> str:
-    """The method's name on the command line and in files.
-
-    >>> method_name(Sharding(shards=8, slices=4))
-    'shards'
-    """
-    return next(name for name, kind in METHODS.items() if type(recipe) is kind)
-
-
 def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as plain data: ``{"method": …}`` and its fields by their API names.
 
@@ -179,7 +182,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
     {'method': 'output-perturbation', 'start_clip': 0.01, 'noise_std': 0.5}
     """
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(recipe).items()}
-    return {"method": method_name(recipe)} | plain
+    return {"method": recipe.method} | plain
 
 
 def from_dict(data: Mapping[str, Any]) -> Recipe:

@@ -18,7 +18,7 @@ import rfc8785
 from expunge.accounting.guarantee import guarantee
 from expunge.certificates.certificate import Certificate, complete
 from expunge.certificates.hashes import hash_tensors, write_safetensors
-from expunge.certificates.record import Record
+from expunge.certificates.record import Record, Statistics
 from expunge.certificates.signing import generate_key_pair
 from expunge.certificates.verification import verify
 from expunge.errors import CertificateError, VerificationError
@@ -256,6 +256,35 @@ def test_an_edited_record_is_named(change, named, made, run) -> None:
     refuse(named, run / NOISY, error=FAILS)
 
 
+def test_values_that_python_takes_for_the_same(made, run) -> None:
+    """True is 1 there, and what is absent is None."""
+    for change, named in (
+        (lambda model: model.update(alpha=True), "statistics.model.alpha is True, but the record"),
+        (lambda model: model.pop("weights"), "statistics.model is "),
+        (lambda model: model.update(more=None), "statistics.model is "),
+    ):
+        shutil.copy(made / LINEAR / "certificate.json", run / LINEAR)
+        forge(run / LINEAR, lambda plain, change=change: change(plain["statistics"]["model"]))
+        refuse(named, run / LINEAR, record=made / LINEAR / "record.json")
+
+
+@pytest.mark.parametrize("text", ["a\x1b[2J", "a\u202eb", f"a{INVISIBLE}"])
+def test_text_of_options_that_cannot_be_seen(text, made, run, tmp_path) -> None:
+    for change in (
+        lambda plain: plain["statistics"]["features"].update({"network": text}),
+        lambda plain: plain["statistics"]["model"].update({text: [1]}),
+    ):
+        shutil.copy(made / LINEAR / "certificate.json", run / LINEAR)
+        edit_json(run / LINEAR / "certificate.json", change)
+        refuse("not in canonical form", run / LINEAR, error=CertificateError)
+    # The labels of honest people may have such characters, and are written as escapes.
+    stated = Record.load(made / LINEAR / "record.json").statistics
+    stated = stated.model_dump() | {"model": {"classes": [text, "b"]}}
+    save_release(tmp_path / "own", LINEAR, statistics=Statistics(**stated))
+    assert load(tmp_path / "own").statistics.model["classes"] == [ascii(text), "b"]
+    assert verify(tmp_path / "own").holds
+
+
 def test_a_finer_grid_than_the_records(made, run) -> None:
     """All numbers of the forged certificate agree with each other, and promise more."""
     c, grid = load(run / NOISY), 2.0**-60
@@ -315,10 +344,12 @@ def test_other_tensors(change, run) -> None:
     "pytorch_model.bin", "model.safetensors.index.json", "model.py", "adapter_model.bin",
     "other.safetensors", "MODEL.SAFETENSORS", "tf_model.h5", "flax_model.msgpack", "model.gguf",
     "adapter_config.json", "config.json", "Config.JSON", "generation_config.json", "own.so",
-    "modules.json", "model_index.json", "model.tflite", "a.zip",
+    "modules.json", "model_index.json", "model.tflite", "a.zip", "model.skops", "__0_0.distcp",
+    "custom_generate/generate.py",
 ])  # fmt: skip
 def test_what_a_program_would_load_instead(name, run) -> None:
     """Of a noisy release: its certificate names no config.json."""
+    (run / NOISY / name).parent.mkdir(exist_ok=True)
     (run / NOISY / name).write_bytes(b"{}")
     refuse("may be loaded, and no certificate covers it", run / NOISY)
 

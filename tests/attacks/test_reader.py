@@ -13,9 +13,11 @@ from torch import nn
 
 import expunge
 from expunge.certificates.certificate import Certificate, complete
+from expunge.certificates.hashes import hash_tensors
 from expunge.certificates.people import commit
-from expunge.certificates.record import Weights
+from expunge.certificates.record import Adapter, Weights
 from expunge.certificates.release import Contents, describe_contents
+from expunge.certificates.signing import generate_key_pair
 from expunge.errors import CertificateError, InputError, VerificationError
 from expunge.report.page import write_report
 from tests.helpers.job_folder import refuse, succeed
@@ -24,6 +26,7 @@ from tests.helpers.sample_releases import (
     edit_json,
     load,
     make_noisy,
+    make_record,
     make_release,
     make_shards,
     make_tensors,
@@ -104,8 +107,23 @@ def test_replay_of_shards_reads_the_released_file(tmp_path) -> None:
     shards.learn(DATA)
     shards.release().save(tmp_path / "run")
     assert shards.replay(DATA, run=tmp_path / "run") == []
+    shutil.copytree(tmp_path / "run", tmp_path / "more")
+    (tmp_path / "more" / "record.json").unlink()
+    forge(tmp_path / "more", lambda plain: plain["retained"].update(count=9000))
+    (said,) = shards.replay(DATA, run=tmp_path / "more")
+    assert said.startswith("the data are of 10 people with")
+    assert "the release says 9000 people with" in said
     write_weights(tmp_path / "run", lambda tensor: tensor * 0 + 3)
-    with pytest.raises(VerificationError, match="its certificate says"):
+    with pytest.raises(VerificationError, match="but the certificate has"):
+        shards.replay(DATA, run=tmp_path / "run")
+    # The certificate names the file now, but its constituents are the honest ones.
+    (tmp_path / "run" / "record.json").unlink()
+    after = hash_tensors(load_file(tmp_path / "run" / "model.safetensors"))
+    forge(tmp_path / "run", lambda plain: plain["weights"].update(after=after))
+    with pytest.raises(VerificationError, match=r"constituents\.0 in"):
+        shards.replay(DATA, run=tmp_path / "run")
+    (tmp_path / "run" / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=r"a release of shards, with model\.safetensors"):
         shards.replay(DATA, run=tmp_path / "run")
 
 
@@ -246,6 +264,46 @@ def test_constituents_that_were_planted(name, tmp_path) -> None:
     (run / name).write_bytes(b"")
     with pytest.raises(VerificationError, match="may be loaded, and no certificate covers it"):
         expunge.verify(run)
+
+
+def test_a_constituent_that_was_planted_among_many_files(tmp_path) -> None:
+    tensors, record = make_shards()
+    files = {"constituents/0/config.json": b"{}"}
+    contents = describe_contents(Contents(tensors, files))
+    weights = record.weights.model_copy(update=contents)
+    record = record.model_copy(update={"weights": weights})
+    run = make_release(record, tensors, files=files).save(tmp_path / "run")
+    (run / "constituents" / "9").mkdir()
+    for number in range(3000):  # read in an order of the system's own
+        (run / "constituents" / "9" / f"{number}").touch()
+    (run / "constituents" / "9" / "model.safetensors").touch()
+    with pytest.raises(VerificationError, match="9 may be loaded, and no certificate covers it"):
+        expunge.verify(run)
+    shutil.move(run / "constituents" / "9", run / "9")
+    assert "9/ (in it " in " ".join(expunge.verify(run).unchecked)
+
+
+@pytest.mark.parametrize("edit", ["a stranger signed it", "its digest", "nobody signed it"])
+def test_the_certificate_in_the_adapters_folder(edit, tmp_path) -> None:
+    """It is published alone: what is said of the folder around it is said of it, too."""
+    tensors, part = make_tensors(), {"lora": make_tensors()["layer.bias"]}
+    weights = Weights(start="a" * 64, **describe_contents(Contents(tensors, {})))
+    hashes = Adapter(hash=hash_tensors(part), base="b" * 64)
+    record = make_record(tensors, weights=weights.model_copy(update={"adapter": hashes}))
+    files = {"adapter/adapter_model.safetensors": part}
+    run = make_release(record, tensors, files=files).save(tmp_path / "run")
+    (private, public), (other, _) = generate_key_pair(), generate_key_pair()
+    own, copy = load(run).sign(private), run / "adapter" / "certificate.json"
+    own.save(run / "certificate.json")
+    if edit == "nobody signed it":
+        assert expunge.verify(run, key=public).holds
+        return
+    if edit == "its digest":
+        own.model_copy(update={"digest": "0" * 64}).save(copy)
+    else:
+        own.sign(other).save(copy)
+    with pytest.raises(VerificationError, match="is another certificate, or signed by another key"):
+        expunge.verify(run, key=public)
 
 
 def test_what_was_not_looked_at_of_the_parent(tmp_path) -> None:

@@ -293,6 +293,17 @@ def test_an_announcement_of_another_release_is_taken_back(tmp_path: Path) -> Non
         assert found.manifest.announced is None
 
 
+@pytest.mark.parametrize("pending", [{"00" * 16: -3}, {"ann": 1}, {"ab": 1}])
+def test_people_who_cannot_be_pending(tmp_path: Path, pending: dict[str, int]) -> None:
+    """A certificate would say of fewer examples than there were that they are gone."""
+    begin(tmp_path / "state")
+    path = tmp_path / "state" / "manifest.json"
+    made = Manifest.from_bytes(path.read_bytes())
+    path.write_bytes(replace(made, pending=pending).to_bytes())
+    with pytest.raises(ExpungeError, match=r"manifest\.json is not what was written"):
+        State.open(path.parent)
+
+
 def test_settings_of_no_shards(tmp_path: Path) -> None:
     State.create(tmp_path / "state", "shards", {"shards": "2", "slices": 2})
     with pytest.raises(ExpungeError, match=r"manifest\.json has settings of no shards"):

@@ -7,12 +7,14 @@ import numpy as np
 from scipy.special import ndtr
 
 import expunge.noisy.vector
-from expunge.audit.mechanism import IMPROBABLE, audit_mechanism
+from expunge.audit.mechanism import audit_mechanism
 from expunge.noisy.noise import NoiseStream, SystemNoise
 from expunge.noisy.steps import Steps
 from expunge.noisy.vector import GridVector, Update
 from expunge.recipes import GradientClipping, ModelClipping, OutputPerturbation
 from tests.audit.cells import examine_cells
+
+IMPROBABLE = 1e-9
 
 
 def change_draws(change: Callable) -> Callable:

@@ -151,6 +151,7 @@ def test_a_stream_is_counted_in_one_pass(rows):
         seen.append(stream.passes)
         for x, y in DataLoader(examples, batch_size=16, collate_fn=collate):
             cross_entropy(model(x), y).backward()
+        torch.optim.SGD(model.parameters(), 0.1).step()
         seen.append(stream.passes)
 
     release = expunge.retrain(build, data, forget=FORGET, train=train)

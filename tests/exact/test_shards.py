@@ -252,7 +252,9 @@ def test_releases_form_a_chain_that_verifies_and_replays(tmp_path: Path) -> None
     retained = data.without(["user-3"])
     assert ensemble.replay(data, run=tmp_path / "two") == []
     assert make().replay(retained, run=tmp_path / "two") == []
-    assert len(make().replay(make_data(range(8)), run=tmp_path / "two")) == 3
+    *differ, wrong = make().replay(make_data(range(8)), run=tmp_path / "two")
+    assert "the data are of 8 people" in wrong
+    assert len(differ) == 3
     model = load_model(tmp_path / "two", build)
     assert torch.equal(model(data.examples[0]), ensemble.release().model(data.examples[0]))
 

@@ -118,7 +118,7 @@ def make_shards(seed: int = 0, **given: Any) -> tuple[dict[str, Any], records.Re
 def make_linear(tensors: dict[str, Any], **given: Any) -> records.Record:
     stated = records.Statistics(
         features={"network": None, "seed": "public"}, numbers={"bits": 8},
-        model={"loss": "squared", "alpha": 1.0}, samples=100, digest="6" * 64,
+        model={"loss": "squared", "alpha": 1.0, "weights": None}, samples=100, digest="6" * 64,
     )  # fmt: skip
     weights = records.Weights(**describe_contents(Contents(tensors)))
     plain = {

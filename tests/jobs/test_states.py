@@ -41,6 +41,9 @@ def test_learn_forget_verify_replay(tmp_path: Path, kind: str) -> None:
     assert not [name for name in list_files(tmp_path) if ".tmp" in name]
     edit_json(second / "record.json", lambda plain: plain.update(nonce="0" * 64))
     assert call("replay", second, path).returncode == 1, "the record is not the certificate's"
+    (second / "record.json").unlink()
+    edit_json(second / "certificate.json", lambda c: c["retained"].update(count=9), seal=False)
+    assert call("replay", second, path).returncode != 0, "the certificate does not hold"
 
 
 def write_without(path: Path) -> Path:

@@ -20,7 +20,6 @@ from expunge.networks.building import call_build
 from expunge.networks.releases import hash_start, load_model, make_release
 from expunge.networks.tensors import list_published, list_tensors
 from expunge.recipes import Retraining
-from tests.helpers.sample_releases import save_release
 from tests.helpers.small_networks import (
     compiled,
     hash_module,
@@ -193,8 +192,6 @@ def test_a_run_loads_into_its_own_network_only(tmp_path: Path) -> None:
         load_model(run, lambda: nn.Linear(4, 2))
     with pytest.raises(InputError, match=r"differ in the name or shape of 0\.bias and 2 more"):
         load_model(run, lambda: nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2)))
-    with pytest.raises(InputError, match=r"run is .*nowhere'; it must be the folder of a release"):
-        load_model(tmp_path / "nowhere", make_mlp)
     other = release_of(make_mlp, lambda m: shift(m, 2.0)).save(tmp_path / "other")
     (other / "model.safetensors").rename(run / "model.safetensors")
     with pytest.raises(VerificationError, match="its certificate says"):
@@ -202,15 +199,6 @@ def test_a_run_loads_into_its_own_network_only(tmp_path: Path) -> None:
     (run / "model.safetensors").unlink()
     with pytest.raises(InputError, match=r"a folder with model\.safetensors"):
         load_model(run, make_mlp)
-
-
-@pytest.mark.parametrize(
-    ("kind", "use"), [("linear-model", r"linear_model\.load"), ("shards", "load_ensemble")]
-)
-def test_other_kinds_of_releases_say_who_reads_them(kind: str, use: str, tmp_path: Path) -> None:
-    save_release(tmp_path / "run", kind)
-    with pytest.raises(InputError, match=use):
-        load_model(tmp_path / "run", make_mlp)
 
 
 def test_what_is_applied_is_listed_again(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """The page about a release: what it shows, what the public one leaves out, and that it is safe."""
 
 import json
-import re
 import shutil
 from html.parser import HTMLParser
 
@@ -66,7 +65,6 @@ def test_a_page_of_every_kind(kind, public, tmp_path) -> None:
     filled = text.count('class="on"')
     assert filled >= 100 * release.certificate.survival_bound > filled - 1
     assert ("Epsilon against delta" in text) == (kind in NOISY)
-    assert ("The noisy steps" in text) == (kind in NOISY and not public)
     assert path.read_bytes() == write_report(tmp_path / "run", public=public).read_bytes()
 
 
@@ -77,7 +75,7 @@ def test_the_public_page_shows_nothing_that_no_noise_covers(tmp_path) -> None:
     private, public = (
         write_report(run, public=which).read_text("utf-8") for which in (False, True)
     )
-    for secret in ("97.12 %", "43.21 %", "98.00 %", "3.25", "The noisy steps", "confidential"):
+    for secret in ("97.12 %", "43.21 %", "98.00 %", "3.25", "confidential"):
         assert secret in private
         assert secret not in public
     for shown in ("97.00 %", "94.00 %", "Public version"):
@@ -100,20 +98,18 @@ def test_no_page_is_made_of_what_does_not_hold(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    "metrics",
-    ["[1]", '{"stages": 3}', '{"stages": [4, {"stage": 7, "test": "x", "retain": true}]}', "{}"],
-)
-def test_metrics_of_any_shape_are_shown_or_left_out(metrics, tmp_path) -> None:
+    ("metrics", "sentence"),
+    [
+        ("{", "Invalid JSON"), ("[1]", "Input should be an object"),
+        ('{"stages": 3}', "stages Input"),
+        ('{"stages": [{"stage": "after", "test": 1' + "0" * 400 + "}]}", r"stages\.0\.test "),
+        ('{"stages": [{"stage": "after", "retain": true}]}', r"stages\.0\.retain Input"),
+    ],
+)  # fmt: skip
+def test_unusable_metrics_are_named(metrics, sentence, tmp_path) -> None:
     save_release(tmp_path / "run")
     (tmp_path / "run" / "metrics.json").write_text(metrics)
-    text = write_report(tmp_path / "run").read_text("utf-8").lower()
-    assert "true" not in text.split("accuracy")[-1]
-
-
-def test_unusable_metrics_are_named(tmp_path) -> None:
-    save_release(tmp_path / "run")
-    (tmp_path / "run" / "metrics.json").write_text("{")
-    with pytest.raises(CertificateError, match=r"metrics\.json is not JSON"):
+    with pytest.raises(CertificateError, match=rf"metrics\.json is not usable: {sentence}"):
         write_report(tmp_path / "run")
 
 
@@ -152,12 +148,9 @@ def test_a_warning_is_the_first_thing_on_the_page(tmp_path) -> None:
 def test_pictures() -> None:
     assert draw_hundred(0.0, "").count('class="on"') == 0
     assert draw_hundred(100.0, "").count('class="on"') == 100
-    spike = [(float(n), float(n == 5000)) for n in range(10_000)]
-    drawn = draw_lines({"a": spike, "b": [(0.0, 0.5)]}, 'say "<so>"', "x", "y", powers=True)
+    drawn = draw_lines({"a": [(0.0, -1.0), (2.0, 0.0)], "b": [(0.0, -2.0)]}, 'say "<so>"', "x", "y")
     assert 'aria-label="say &quot;&lt;so&gt;&quot;"' in drawn
-    points = re.search(r'points="([^"]*)"', drawn)[1].split()
-    assert len(points) <= 400
-    assert min(float(point.split(",")[1]) for point in points) < 60, "the spike is still there"
+    assert drawn.count("<polyline") == 2
 
 
 @pytest.mark.slow

@@ -148,8 +148,6 @@ def test_losses_in_every_way():
         compute_loss(model, (X, Y), nn.CrossEntropyLoss(reduction="none"))
     with pytest.raises(InputError, match="loss is None"):
         compute_loss(model, (X, Y), None)
-    with pytest.raises(InputError, match="the model is float32 and its batches are float64"):
-        compute_loss(model, (X.double(), Y), cross_entropy)
     with pytest.raises(InputError, match="returns no loss itself"):
         compute_loss(model, {"input": X}, None)
 

@@ -5,9 +5,8 @@
     mac_n    = tag("event", row n)
 
 Anybody can check the hashes, also of events whose bodies name others and are not handed out; only
-who has the key can write one. The end of the chain stands in ``book``, beside every release
-(``ledger.json``), beside the key and in every export: whoever cuts it off, or restores an old copy
-of the database, is found by those.
+who has the key can write one. The end of the chain stands in ``book``, beside the key and in every
+export: whoever cuts it off, or restores an old copy of the database, is found by those.
 """
 
 from __future__ import annotations

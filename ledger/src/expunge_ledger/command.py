@@ -167,9 +167,6 @@ def list_(
 @command
 def work(
     opened: Ledger, model: OneModel = None,
-    most: Annotated[int | None, typer.Option(help="At most this many in one run.")] = None,
-    least: Annotated[int, typer.Option(help="Wait for this many, unless one is due.")] = 1,
-    days: Annotated[int, typer.Option(help="Due within so many days does not wait.")] = 7,
     replay: Annotated[bool, typer.Option("--replay", help="Forget again who came back.")] = False,
 ) -> Result:  # fmt: skip
     """Forget all who asked, release, certify, and only then answer."""
@@ -177,13 +174,11 @@ def work(
         if model is None:
             raise InputError("--replay needs --model NAME")
         done = opened.replay(model)
-        nobody = f"{model} holds nobody who was forgotten"
-        return asdict(done), nobody if done.release is None else _describe(done), 0
+        nobody = done.release is None and done.failed is None
+        text = f"{model} holds nobody who was forgotten" if nobody else _describe(done)
+        return asdict(done), text, int(done.failed is not None)
 
-    def report(name: str, stage: str) -> None:
-        typer.echo(f"{name}: {stage}", err=True)
-
-    rounds = opened.work(model, report=report, most=most, least=least, days=days)
+    rounds = opened.work(model)
     waiting = sum(one.open + one.running for one in opened.models(model))
     text = "\n".join(map(_describe, rounds))
     text = text or (f"{waiting} requests wait" if waiting else "nothing to do")
@@ -195,16 +190,8 @@ def verify(
     opened: Ledger,
     quick: Annotated[bool, typer.Option("--quick", help="Leave out the certificates.")] = False,
     accept: Annotated[str | None, typer.Option(help="Why to go on from an old copy.")] = None,
-    state: Annotated[str | None, typer.Option(help="Only: who is in a state again?")] = None,
 ) -> Result:  # fmt: skip
     """The chain, the tables by the chain, anchors, certificates: 0 it holds, 1 what differs."""
-    if state is not None:
-        checked = opened.check(state)
-        text = f"{checked.path} holds nobody of the {checked.forgotten} whom it forgot"
-        if numbers := ", ".join(map(str, checked.returned)):
-            text = f"{checked.path} holds again who was forgotten by request {numbers}\n"
-            text += f"  forget them: expunge-ledger work --model {checked.model} --replay"
-        return asdict(checked), text, int(bool(numbers))
     if accept is not None:
         opened.accept(accept)
     found = opened.verify(certificates=not quick)
@@ -234,7 +221,7 @@ def token(
 ) -> Result:  # fmt: skip
     """Make a token for the server, which is printed now and never again; list or revoke them."""
     if name is None:
-        found = [asdict(one) for one in opened.tokens()]
+        found = [one.model_dump() for one in opened.tokens()]
         rows = [(one["name"], one["role"], one["model"] or "all") for one in found]
         return {"tokens": found}, _align(("token", "role", "models"), *rows), 0
     if revoke:

@@ -11,7 +11,7 @@ import functools
 import hmac
 import os
 import sqlite3
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -24,7 +24,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
 from expunge import CertificateError, ExpungeError, InputError, RunError
 from expunge_ledger.chain import Anchor
 from expunge_ledger.keys import make_key, read_key
-from expunge_ledger.records import Records, mark
+from expunge_ledger.records import Records
 from expunge_ledger.schema import BOOK, EVENTS, VERSION
 from expunge_ledger.tables import begin_book
 
@@ -106,15 +106,6 @@ class Database:
             tables = Records(connection, self.key, self.by, writes=True)
             yield tables
             tables.flush()
-
-    def add_seen(self, name: str, people: Iterable[str], weights: str | None = None) -> None:
-        """Add people to those whom the data of a job ever had, if there are new ones."""
-        new = {mark(self.key, person) for person in people}
-        with self.reading() as tables:
-            before, old = tables.read_seen(tables.need_model(name))
-        if not new <= before or weights not in (None, old):
-            with self.writing() as tables:
-                tables.add_seen(name, new, weights)
 
     @property
     def anchor_file(self) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Table
@@ -42,9 +42,6 @@ class Rows:
         if table is REQUESTS:
             self.people[row["person"]].add(row["number"])
 
-    def load(self, requests: Iterable[int]) -> None:
-        """Everything is here already."""
-
     def all(self, table: Table) -> list[Row]:
         return [row for row in self.rows[table].values() if row is not None]
 
@@ -53,7 +50,6 @@ class Rows:
 
     def parts(self, request: int) -> list[Row]:
         """What a request asks of each model."""
-        self.load([request])
         found = (self.get(WORK, request, model["id"]) for model in self.models())
         return [row for row in found if row is not None]
 

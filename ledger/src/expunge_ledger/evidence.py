@@ -1,15 +1,14 @@
 """Whether a ledger is what it was, and what leaves it for a regulator.
 
-Verified are its chain, its tables by its chain, its releases and its anchors. What is not found:
-events cut off together with what they changed in the tables, if no release was written and nothing
-was exported or verified after them. Anchors of those lie outside. An export is verified first: a
-zip about one person that needs no ledger and no key to be read.
+Verified are its chain, its tables by its chain, its releases, and the anchor beside the key. What
+is not found: events cut off together with what they changed in the tables, if nothing was worked
+on, exported or verified after them. An export is verified first: a zip about one person that needs
+no ledger and no key to be read.
 """
 
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import zipfile
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ from expunge_ledger.database import Database
 from expunge_ledger.deeds import CHANGING, FORGOTTEN, Row, Rows, apply, broken, find_key
 from expunge_ledger.records import Records, Request
 from expunge_ledger.schema import RELEASES, REQUESTS
-from expunge_ledger.work import ANCHOR, check_finished
+from expunge_ledger.work import check_finished
 
 _WHEN = (1980, 1, 1, 0, 0, 0)
-Anchors = dict[Path, Anchor | None]  # by where they lie
+Outside = tuple[Anchor | None, list[str]]
 
 
 class Verified(BaseModel, frozen=True):
@@ -106,10 +105,9 @@ def find_differences(tables: Records, memory: Rows) -> list[str]:
 def verify_ledger(db: Database, *, certificates: bool = True) -> Verified:
     """All of it; what differs is one :class:`VerificationError`. Where it holds, the anchor beside
     the key says how far it went, so that the next time anything cut off before is found."""
+    outside = read_outside(db)  # before the tables: what comes later is in these
     with db.reading() as tables:
-        beside = list_beside(db, tables)  # before the tables: what comes later is in these
-    with db.reading() as tables:
-        problems = find_cut(db, tables.anchor(), check_tables(tables), beside)
+        problems = list(find_unknown(tables, check_tables(tables), outside).values())
         for model in tables.models() if certificates else ():
             problems += [one for _, one in inspect_model(tables, model)]
         if problems:
@@ -138,36 +136,39 @@ def inspect_model(tables: Records, model: Row, only: int | None = None) -> list[
     return found
 
 
-def list_beside(db: Database, tables: Records) -> Anchors:
-    """The anchors that lie outside of the database: beside the key, and in each release."""
-    folders = [Path(row["folder"]) for row in tables.models()]
+def read_outside(db: Database) -> Outside:
+    """What lies outside of the database: the anchor beside the key, and the releases."""
+    with db.reading() as tables:
+        folders = [Path(row["folder"]) for row in tables.models()]
     places = [place for folder in folders for place in sorted(folder.glob("[0-9]*"))]
-    found = {one: Anchor.load(one / ANCHOR) for one in places if models.is_written(one)}
-    return {db.anchor_file: Anchor.load(db.anchor_file)} | found
+    return Anchor.load(db.anchor_file), [str(one) for one in places if models.is_written(one)]
 
 
-def find_cut(db: Database, end: Anchor, events: Sequence[Event], beside: Anchors) -> list[str]:
-    """Anchors outside of the database that this chain does not go through."""
-    said = [event.body["anchors"] for event in events if event.kind == "accepted"]
-    accepted, problems = set(itertools.chain(*said)), list[str]()
+def find_unknown(tables: Records, events: Sequence[Event], outside: Outside) -> dict[str, str]:
+    """What lies outside and this chain does not go through, and what is to be said of it."""
+    (anchor, places), end = outside, tables.anchor()
     begun = {event.body["directory"] for event in events if event.kind == "begun"}
-    for place, anchor in beside.items():
-        if anchor is not None and anchor.head in accepted:
-            continue
-        if place != db.anchor_file and str(place) not in begun:
-            problems.append(f"{place} is a release that this ledger does not know")
-        if anchor is None:
-            continue
+    unknown = {
+        place: f"{place} is a release that this ledger does not know"
+        for place in places
+        if place not in begun
+    }
+    if anchor is not None:
+        hashes = {event.number: event.hash for event in events}
         if anchor.ledger != end.ledger:
-            problems.append(f"{place} is of another ledger")
+            unknown[anchor.head] = "the anchor beside the key is of another ledger"
         elif anchor.events > end.events:
-            problems.append(
-                f"the chain ends at event {end.events}, and {place} was written after event "
-                f"{anchor.events}: the end was cut off, or an older copy was restored"
+            unknown[anchor.head] = (
+                f"the chain ends at event {end.events}, and the anchor beside the key was written "
+                f"after event {anchor.events}: the end was cut off, or an older copy was restored"
             )
-        elif events[anchor.events - 1].hash != anchor.head:
-            problems.append(f"event {anchor.events} is not the one that {place} was written after")
-    return problems
+        elif hashes[anchor.events] != anchor.head:
+            unknown[anchor.head] = (
+                f"event {anchor.events} is not the one after which the anchor beside the key was "
+                "written"
+            )
+    accepted = {one for event in events if event.kind == "accepted" for one in event.body["lost"]}
+    return {one: said for one, said in unknown.items() if one not in accepted}
 
 
 def export_person(db: Database, person: object) -> bytes:

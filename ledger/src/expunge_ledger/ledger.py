@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from sqlalchemy import insert, select
 
-from expunge import InputError
+from expunge import InputError, RunError
 from expunge_ledger import evidence, models, records, work
 from expunge_ledger.chain import Anchor, Event
 from expunge_ledger.database import Database
@@ -17,17 +16,6 @@ from expunge_ledger.deeds import WITHDRAWN
 from expunge_ledger.records import Model, Request, Role, Token, check_name, check_reason
 from expunge_ledger.schema import LEASES, WORK
 from expunge_ledger.work import Done, Worker
-
-
-@dataclass(frozen=True)
-class Checked:
-    """``forgotten`` people were ever forgotten in a model; ``returned`` are the requests of those
-    who are in the state at ``path`` again."""
-
-    model: str
-    path: Path
-    forgotten: int
-    returned: tuple[int, ...]
 
 
 class Ledger(Database):
@@ -72,7 +60,9 @@ class Ledger(Database):
                 row = {"model": len(rows) + 1, "until": 0.0}
                 tables.connection.execute(insert(LEASES).values(**row))
         if found.kind == "job":
-            self.add_seen(name, found.everybody, found.hash_weights())
+            seen, weights = records.mark(self.key, found.everybody), found.hash_weights()
+            with self.writing() as tables:
+                tables.add_seen(name, seen, weights)
         self.advance_anchor()
         return self.models(name)[0]
 
@@ -138,23 +128,23 @@ class Ledger(Database):
         with self.reading() as tables:
             return tables.anchor()
 
-    def work(self, model: str | None = None, **given: Any) -> tuple[Done, ...]:
-        """One round on ``model``, or on all: forget who is asked for, release, answer; at ``most=``
-        so many requests each, once there are ``least=`` or one is due within ``days=``. ``lease=``
-        is how many seconds a worker may be silent before another goes on; ``report=`` is called
-        with a model's name and how far it is."""
+    def work(self, model: str | None = None) -> tuple[Done, ...]:
+        """One round on ``model``, or on all: forget who is asked for, release, answer."""
         with self.reading() as tables:
             names = [row["name"] for row in tables.models() if row["retired"] is None]
-        chosen = names if model is None else [model]
-        found = (Worker(self, name, **given).work() for name in chosen)
-        done = tuple(one for one in found if one is not None)
-        if done:
-            self.advance_anchor()
-        return done
+        return self._work(*(Worker(self, name) for name in (names if model is None else [model])))
 
     def replay(self, model: str) -> Done:
         """Forget again who came back into a model's state, as from a backup."""
-        return Worker(self, model).replay()
+        for done in self._work(Worker(self, model, replay=True)):
+            return done
+        raise RunError(f"another worker is at work on {model}; try again when it is done")
+
+    def _work(self, *workers: Worker) -> tuple[Done, ...]:
+        done = tuple(one for one in (worker.work() for worker in workers) if one is not None)
+        if done:
+            self.advance_anchor()
+        return done
 
     def retire(self, model: str, withdrawn: str) -> tuple[int, ...]:
         """No request asks a model any more; ``withdrawn`` says why nobody uses it. The numbers of
@@ -165,32 +155,11 @@ class Ledger(Database):
             if row["begun"] is not None:
                 raise InputError(f"{model} has work that began; finish it with expunge-ledger work")
             numbers = sorted(part["request"] for part in tables.live(row))
-            tables.load(numbers)
             tag = self.key.tag(WITHDRAWN, withdrawn)
             tables.record("retired", model=model, withdrawn=tag, requests=numbers)
             tables.drop_names(numbers)
         self.advance_anchor()
         return tuple(numbers)
-
-    def check(self, state: str | Path) -> Checked:
-        """Who was forgotten and is in a state again; the state of a model, or a copy of it."""
-        with self.reading() as tables:
-            rows = {row["name"]: row for row in tables.models()}
-        path = Path(state).absolute()
-        if str(state) in rows and not path.exists():
-            path = Path(rows[str(state)]["path"])
-        same = [row for row in rows.values() if row["path"] == str(path)]
-        if not same and path.exists():
-            identity = models.Model(path).identity
-            same = [row for row in rows.values() if row["identity"] == identity]
-        if not same:
-            raise InputError.of("state", str(state), "of a registered model, or a copy of one")
-        if same[0]["kind"] == "job":
-            raise InputError.of("state", str(state), "a state: a job keeps the forgotten out")
-        forgotten = work.list_forgotten(self, same[0])
-        returned = work.find_returned(self, same[0], models.Model(path))
-        numbers = sorted({number for one in returned.values() for number in one})
-        return Checked(same[0]["name"], path, len(forgotten), tuple(numbers))
 
     def readmit(self, number: int, model: str) -> None:
         """The person of this request is back in a model on purpose, and may stay. Only of somebody
@@ -248,11 +217,10 @@ class Ledger(Database):
     def accept(self, reason: str) -> tuple[str, ...]:
         """An older copy of the database was restored knowingly, or the clock is right: go on."""
         check_reason(reason, "why the ledger is to go on from here")
+        outside = evidence.read_outside(self)
         with self.writing() as tables:
-            hashes = {event.number: event.hash for event in tables.events()}
-            anchors = [one for one in evidence.list_beside(self, tables).values() if one]
-            lost = sorted({one.head for one in anchors if hashes.get(one.events) != one.head})
-            tables.record("accepted", anchors=lost, reason=self.key.tag("accepted", reason))
+            lost = list(evidence.find_unknown(tables, tables.events(), outside))
+            tables.record("accepted", lost=lost, reason=self.key.tag("accepted", reason))
         return tuple(lost)
 
     def export(self, person: object) -> bytes:

@@ -201,7 +201,10 @@ def check_release(
     Only the ``last`` release of a model must still have its weights and the files beside them."""
     data = read_certificate(directory, sha256)
     certificate = expunge.verify(directory, people=sorted(set(people))).certificate
-    for name in ("model.safetensors", *certificate.weights.files) if last else ():
+    names = ["model.safetensors", *certificate.weights.files]
+    if certificate.weights.adapter is not None:
+        names.append("adapter/adapter_model.safetensors")
+    for name in names if last else ():
         if not (directory / name).is_file():
             raise VerificationError(f"{directory} has no {name} any more")
     if not certificate.releasable:

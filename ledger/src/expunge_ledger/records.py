@@ -13,7 +13,6 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import date, datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -96,9 +95,8 @@ class Model(BaseModel, frozen=True):
     folder: Path = Field(exclude=True)
 
 
-@dataclass(frozen=True)
-class Token:
-    """Who asks the server: ``model`` is the only one this token is for, None for all."""
+class Token(BaseModel, frozen=True):
+    """Who asks the server; model is the only one that a token is for, null for all."""
 
     name: str
     role: Role
@@ -120,8 +118,12 @@ def read_pace(due: date, ended: date | None, today: date) -> tuple[Pace, int]:
 def add_month(day: date) -> date:
     """The same day of the next month, or its last: one month as the law counts it.
 
-    >>> add_month(date(2026, 1, 31)), add_month(date(2026, 12, 5))
-    (datetime.date(2026, 2, 28), datetime.date(2027, 1, 5))
+    >>> for day in ("2026-01-31", "2028-01-31", "2026-03-31", "2026-12-05"):
+    ...     print(add_month(date.fromisoformat(day)))
+    2026-02-28
+    2028-02-29
+    2026-04-30
+    2027-01-05
     """
     year, month = day.year + day.month // 12, day.month % 12 + 1
     return date(year, month, min(day.day, calendar.monthrange(year, month)[1]))
@@ -148,9 +150,9 @@ def hash_token(secret: str) -> str:
     return hash_bytes(secret.encode("utf-8", "surrogatepass"))
 
 
-def mark(key: Key, name: str) -> bytes:
-    """The short keyed hash that finds a person among those who were seen."""
-    return bytes.fromhex(key.tag("seen", name))[:_MARK]
+def mark(key: Key, people: Iterable[str]) -> frozenset[bytes]:
+    """The short keyed hashes that find people among those who were seen."""
+    return frozenset(bytes.fromhex(key.tag("seen", name))[:_MARK] for name in people)
 
 
 def check_reason(reason: str, valid: str) -> None:
@@ -222,7 +224,7 @@ class Records(Tables):
         made, rows = hashed and self.key.tag("token", hashed), self.tokens()
         same = [row for row in rows if made is None or hmac.compare_digest(row["hash"], made)]
         used = [row for row in same if row["revoked"] is None]
-        return tuple(Token(row["name"], row["role"], row["model"]) for row in used)
+        return tuple(Token.model_validate(row) for row in used)
 
     def file_request(
         self, person: object, *, model: str | None = None, received: date | str | None = None,
@@ -353,7 +355,6 @@ class Records(Tables):
         """Requests in the order of the numbers, with clocks and answers. Who may see the model
         ``own`` alone sees its part, as if no other were asked: what the others came to, and when,
         is not in state, answer or clock."""
-        self.load(numbers)
         names = {row["id"]: row["name"] for row in self.models()}
         rows = list(filter(None, (self.get(REQUESTS, number) for number in numbers)))
         whys = self.read_secrets("why", [row["number"] for row in rows if row["why"] is not None])
@@ -383,18 +384,21 @@ class Records(Tables):
         """The state of one model's part, as if it were the request's."""
         if part["state"] != "done":
             return {"state": part["state"], "answer": None, "ended": None}
-        ended = None
-        for event in self.find_events(part["request"]):
-            if event.body.get("model") == part["model"] and event.kind in ENDS:
-                ended = event.at
-        return {"state": "answered", "answer": part["outcome"], "ended": ended}
+        ended = (  # the first: later releases of a job name its people again
+            event.at
+            for event in self.find_events(part["request"])
+            if event.body.get("model") == part["model"] and event.kind in ENDS
+        )
+        return {"state": "answered", "answer": part["outcome"], "ended": next(ended, None)}
 
-    def add_seen(self, name: str, new: Collection[bytes], weights: str | None = None) -> None:
+    def add_seen(self, name: str, new: frozenset[bytes], weights: str | None = None) -> None:
         """Add marks of people to those who were seen; ``weights`` says which were trained on the
         data that they are of."""
         model = self.need_model(name)
         before, old = self.read_seen(model)
-        marks, kept = b"".join(sorted(before.union(new))), old if weights is None else weights
+        if new <= before and weights in (None, old):
+            return
+        marks, kept = b"".join(sorted(before | new)), old if weights is None else weights
         digest = self._digest(model, kept, marks)
         self.record("seen", model=name, count=len(marks) // _MARK, digest=digest)
         self.connection.execute(delete(SEEN).where(SEEN.c.model == model["id"]))

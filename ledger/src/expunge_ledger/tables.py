@@ -52,7 +52,7 @@ class Tables(Rows):
         super().__init__()
         self.connection, self.key, self.by = connection, key, by
         self._written = dict[tuple[Table, Any], tuple[Row, str]]()  # rows as read, their MACs
-        self._events, self._loaded, self._proved = list[Event](), set[int](), set[int]()
+        self._events, self._proved = list[Event](), set[int]()
         chosen = select(BOOK).with_for_update() if writes else select(BOOK)
         (row,) = connection.execute(chosen).all()
         self.ledger: str = row.ledger
@@ -84,19 +84,6 @@ class Tables(Rows):
             said = f"{table.name}: a row is gone, or an old one is back"
             self._prove([group], [(table, row) for row in self.find(table)], said)
         return self.all(table)
-
-    def load(self, requests: Iterable[int]) -> None:
-        """Read some requests and their parts at once, for who asks for them one by one."""
-        for part in split(set(requests) - self._loaded):
-            rows, written = self.rows[REQUESTS], self._written
-            new = {n for n in part if rows.get((n,)) and (REQUESTS, (n,)) not in written}
-            if old := sorted({*part} - new):
-                self.find(REQUESTS, REQUESTS.c.number.in_(old))
-                self.find(WORK, WORK.c.request.in_(old))
-            for model in self.models():
-                for number in part:
-                    self.rows[WORK].setdefault((number, model["id"]), None)
-            self._loaded.update(part)
 
     def waiting(self) -> list[int]:
         """The open requests that ask all models."""

@@ -13,32 +13,21 @@ the same release or finds it complete; it answers nothing twice, because both wr
 from __future__ import annotations
 
 import json
-import os
-import platform
-import secrets
-import threading
-import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from sqlalchemy import insert, select, update
 
 import expunge
 from expunge import ExpungeError, InputError, RunError, UnlearningError, VerificationError
 from expunge_ledger import models
-from expunge_ledger.database import Database, connected
-from expunge_ledger.deeds import ALREADY, FORGOTTEN, LIVE, NOT_HELD, Row
+from expunge_ledger.database import Database
+from expunge_ledger.deeds import ALREADY, FORGOTTEN, NOT_HELD, Row
+from expunge_ledger.lease import SILENT, Lease
 from expunge_ledger.records import Records, mark
-from expunge_ledger.schema import LEASES, RELEASES, WORK
-from expunge_ledger.tables import read_now
+from expunge_ledger.schema import RELEASES, WORK
 
-ANCHOR, SECONDS = "ledger.json", 60.0
-Report = Callable[[str, str], None]
-_SILENT = "another worker went on with this model, because this one was silent"
 _SIMILAR = (
     "nobody is in the model under this identifier, but somebody is under one that differs only in "
     "case or width; if it is the same person, withdraw the request and file theirs, else refuse it"
@@ -69,111 +58,23 @@ class Done:
     failed: str | None = None
 
 
-@dataclass
 class Worker:
-    """A worker of this process at one model: at most ``most`` requests a round, once there are
-    ``least`` or one is due within ``days``; ``lease`` is how many seconds it may be silent.
+    """A worker of this process at one model; ``replay``: it forgets again who came back into it."""
 
-    The lease is taken by the database's own means: ``FOR UPDATE SKIP LOCKED`` on PostgreSQL,
-    ``BEGIN IMMEDIATE`` on SQLite. A worker that lives renews it. What ends one too early, a stopped
-    process or a clock that was set, costs time and nothing else: whoever goes on writes the same
-    rows and release.
-    """
-
-    db: Database
-    name: str
-    report: Report = lambda model, stage: None
-    most: int | None = None
-    least: int = 1
-    days: int = 7
-    lease: float = SECONDS
-    model: Row = field(init=False)  # its row as it was first read
-    found: models.Model = field(init=False)
-
-    def __post_init__(self) -> None:
-        for given, low in (("most", 1), ("least", 1), ("days", 0), ("lease", 1)):
-            value = getattr(self, given)
-            if value is not None and not low <= value <= 1_000_000:
-                raise InputError.of(given, value, f"a number from {low} to 1,000,000")
-        with self.db.reading() as tables:
-            self.model = tables.need_model(self.name, used=True)
-        self.worker = f"{platform.node()[:40]}/{os.getpid()}/{secrets.token_hex(4)}"
-        self._row = LEASES.c.model == self.model["id"]
-
-    def take(self) -> bool:
-        """Take the model's lease; False if another has it, or is taking it just now."""
-        with connected(self.db.engine, writes=True) as connection:
-            chosen, now = select(LEASES).where(self._row), time.time()
-            row = connection.execute(chosen.with_for_update(skip_locked=True)).one_or_none()
-            if row is None:
-                if connection.execute(chosen).first() is not None:
-                    return False
-                connection.execute(insert(LEASES).values(model=self.model["id"], until=0.0))
-            elif row.worker not in (None, self.worker):
-                longest = now + 2 * max(self.lease, SECONDS)  # later than any: of a wrong clock
-                if now < row.until <= longest:
-                    return False
-            taken = {"worker": self.worker, "until": now + self.lease}
-            connection.execute(update(LEASES).where(self._row).values(**taken))
-            return True
-
-    def renew(self) -> bool:
-        """Go on for longer; False if another took the model meanwhile."""
-        return self._change(until=time.time() + self.lease)
-
-    def give_back(self) -> None:
-        """Let others take the model."""
-        self._change(worker=None, until=0.0)
-
-    def _change(self, **values: object) -> bool:
-        with connected(self.db.engine, writes=True) as connection:
-            mine = self._row & (LEASES.c.worker == self.worker)
-            return bool(connection.execute(update(LEASES).where(mine).values(**values)).rowcount)
-
-    def check(self, tables: Records) -> None:
-        """Refuse to go on when another did."""
-        chosen = select(LEASES.c.worker).where(self._row)
-        if tables.connection.execute(chosen).scalar_one_or_none() != self.worker:
-            raise RunError(_SILENT)
-
-    @contextmanager
-    def taken(self) -> Generator[bool]:
-        """Whether the model is this worker's while the body runs."""
-        if not self.take():
-            yield False
-            return
-        over = threading.Event()
-
-        def go_on() -> None:
-            going = True
-            while going and not over.wait(self.lease / 3):
-                with suppress(ExpungeError):
-                    going = self.renew()
-
-        thread = threading.Thread(target=go_on, daemon=True)
-        thread.start()
-        try:
-            yield True
-        finally:
-            over.set()
-            thread.join()
-            self.give_back()
-
-    def choose(self, tables: Records, model: Row) -> list[int]:
-        """The requests of the next round, those that are due first."""
-        waiting = sorted(tables.live(model), key=lambda part: (part["due"], part["request"]))
-        soon = (read_now() + timedelta(days=self.days)).date().isoformat()
-        if not waiting or (len(waiting) < self.least and waiting[0]["due"] > soon):
-            return []
-        return sorted(part["request"] for part in waiting[: self.most])
+    def __init__(self, db: Database, name: str, *, replay: bool = False) -> None:
+        self.db, self.name, self.replay = db, name, replay
+        with db.reading() as tables:
+            self.model = tables.need_model(name, used=True)  # its row as it was first read
+        self.lease = Lease(db.engine, self.model["id"])
+        self._names = dict[int, str]()
 
     def work(self) -> Done | None:
         """One round; None if there is nothing to do, or another works on the model."""
         try:
             with self.db.reading() as tables:
-                if self.model["begun"] is None and not self.choose(tables, self.model):
+                if not (self.replay or self.model["begun"] or tables.live(self.model)):
                     return None
-            with self.taken() as mine:
+            with self.lease.taken() as mine:
                 return self._work() if mine else None
         except VerificationError as error:
             return Done(self.name, failed=str(error))
@@ -182,32 +83,16 @@ class Worker:
         try:
             with self.db.reading() as tables:
                 model = self.model = tables.need_model(self.name)
-                numbers = [] if model["begun"] else self.choose(tables, model)
-                people = tables.read_names(numbers)
-            self.report(self.name, "taken")
+                waits = not (model["begun"] or self.replay)
+                numbers = [part["request"] for part in tables.live(model)] if waits else []
+                people = self._names = tables.read_names(numbers)
             self.open()
-            return self.finish(self._look(people) if model["begun"] is None else Done(self.name))
+            return self.finish(Done(self.name) if model["begun"] else self._look(people))
         except (ExpungeError, OSError) as error:
-            return Done(self.name, failed=self._hide_names(str(error)))
-
-    def replay(self) -> Done:
-        """Forget again who came back into the model's state."""
-        done = Done(self.name)
-        with self.taken() as mine:
-            if not mine:
-                said = f"another worker is at work on {self.name}; try again when it is done"
-                raise RunError(said)
-            for _ in range(2):  # a release that is on disk already names nobody more: the next does
-                self.open()
-                if returned := find_returned(self.db, self.model, self.found):
-                    with self.db.writing() as tables:
-                        now = tables.need_model(self.name)
-                        place = Path(now["folder"]) / f"{now['begun'] or 0:04d}"
-                        if not models.is_written(place):
-                            numbers = [n for one in returned.values() for n in one]
-                            self.begin(tables, now, numbers, replay=1)
-                done = self.finish(done)
-        return done
+            said = str(error)
+            for number, name in self._names.items():
+                said = said.replace(repr(name), f"the person of {number}")
+            return Done(self.name, failed=said)
 
     def open(self) -> None:
         """Open the model that was registered, and no other at its place."""
@@ -221,12 +106,13 @@ class Worker:
 
     def _look(self, people: dict[int, str]) -> Done:
         """Answer who needs no run, and begin the release that the others need."""
-        self.report(self.name, "looking")
         found, said, asked = self.found, dict[int, str](), set(people.values())
         there, job = found.find(asked), found.kind == "job"
         if job:
-            self.db.add_seen(self.name, found.everybody)
-        self.check_returned(asked)
+            seen = mark(self.db.key, found.everybody)
+            with self.db.writing() as tables:
+                tables.add_seen(self.name, seen)
+        returned = self.find_returned(asked)
         outcomes, batch, absent = dict[int, Any](), list[int](), dict[int, str]()
         # The data of a job keep whom its releases forgot; who is in a state is to be forgotten.
         rest = {n: name for n, name in people.items() if job or name not in there}
@@ -251,19 +137,18 @@ class Worker:
             forgotten = list_forgotten(self.db, self.model)
             earlier = [numbers[-1] for name, numbers in forgotten.items() if name in others]
         with self.db.writing() as tables:
-            self.check(tables)
+            self.lease.check(tables)
             now = tables.need_model(self.name)
             if now["begun"] is not None or now["retired"] is not None:
-                raise RunError(_SILENT)
+                raise RunError(SILENT)
             still = {part["request"] for part in tables.live(now)}  # nobody withdrew meanwhile
             outcomes = {number: one for number, one in outcomes.items() if number in still}
-            tables.load([*outcomes, *batch])
             if outcomes:
                 named = {str(number): one for number, one in outcomes.items()}
                 tables.record("settled", model=self.name, outcomes=named)
                 tables.drop_names(outcomes)
-            if batch := [number for number in batch if number in still]:
-                self.begin(tables, now, batch + earlier)
+            if batch := [number for number in batch if number in still] + returned:
+                self.begin(tables, now, batch + earlier, replay=bool(returned))
         count, why = sum(one[0] == ALREADY for one in outcomes.values()), sorted(said.items())
         return Done(
             self.name, tuple(sorted(outcomes)), already=count, not_held=len(outcomes) - count,
@@ -301,26 +186,31 @@ class Worker:
             marks, weights = tables.read_seen(tables.need_model(self.name))
         if weights != self.found.hash_weights():
             return dict.fromkeys(absent, _OTHER_WEIGHTS) | reasons
-        key = self.db.key
-        return {n: _GONE for n, name in absent.items() if mark(key, name) in marks} | reasons
+        gone = {n: _GONE for n, name in absent.items() if mark(self.db.key, [name]) <= marks}
+        return gone | reasons
 
-    def check_returned(self, asked: set[str]) -> None:
-        """Nothing is released from a state that holds again whom the ledger knows as forgotten, but
-        for those whom this release is ``asked`` to forget. A state that nobody changed since its
-        last release holds nobody again."""
+    def find_returned(self, asked: set[str]) -> list[int]:
+        """The requests of those who were forgotten and are in the state again, but for those whom
+        the next release is ``asked`` to forget: nothing is released from such a state, unless that
+        is a replay. A state that nobody changed since its last release holds nobody again."""
         model, found = self.model, self.found
         if not model["finished"] or found.kind == "job" or found.generation == model["generation"]:
-            return
-        returned = find_returned(self.db, model, found)
-        if numbers := sorted(one[-1] for name, one in returned.items() if name not in asked):
+            return []
+        forgotten = list_forgotten(self.db, model)
+        returned = [forgotten[name] for name in found.find(forgotten) if name not in asked]
+        if returned and not self.replay:
+            last = sorted(numbers[-1] for numbers in returned)
             raise UnlearningError(
-                f"{model['path']} holds {len(numbers)} people again who were forgotten (requests "
-                f"{', '.join(map(str, numbers[:10]))}), as after a backup was restored; "
+                f"{model['path']} holds {len(last)} people again who were forgotten (requests "
+                f"{', '.join(map(str, last[:10]))}), as after a backup was restored; "
                 f"expunge-ledger work --model {self.name} --replay forgets them again, "
                 f"expunge-ledger register {self.name} --readmit REQUEST lets somebody stay"
             )
+        return [number for numbers in returned for number in numbers]
 
-    def begin(self, tables: Records, model: Row, requests: list[int], replay: int = 0) -> None:
+    def begin(
+        self, tables: Records, model: Row, requests: list[int], *, replay: bool = False
+    ) -> None:
         """Write whom the next release names, before anything of them is destroyed."""
         number, folder = model["begun"], Path(model["folder"])
         if number is None:
@@ -329,7 +219,7 @@ class Worker:
                 number += 1
         tables.record(
             "begun", model=self.name, release=number, directory=str(folder / f"{number:04d}"),
-            replay=replay, requests=sorted(requests),
+            replay=int(replay), requests=sorted(requests),
         )  # fmt: skip
 
     def finish(self, done: Done) -> Done:
@@ -341,19 +231,21 @@ class Worker:
             if model["begun"] is None:
                 return done
             begun = tables.read_release(model, model["begun"])
-            names = tables.read_names(json.loads(begun["requests"]))
+            names = self._names = tables.read_names(json.loads(begun["requests"]))
             people, directory = set(names.values()), Path(begun["directory"])
-            tables.load(names)
-            parts = {number: tables.get(WORK, number, model["id"]) or {} for number in names}
+            live = tables.live(model)
             if found.kind == "job" and model["finished"]:
                 last = tables.read_release(model, model["finished"])
                 parent = Path(last["directory"])
                 models.read_certificate(parent, last["certificate"])
-        if not self.renew():
-            raise RunError(_SILENT)
-        self.report(self.name, "forgetting")
+        if not self.lease.renew():
+            raise RunError(SILENT)
         if not models.is_written(directory):
-            self.check_returned(people)
+            if returned := self.find_returned(people):
+                with self.db.writing() as tables:
+                    self.lease.check(tables)
+                    self.begin(tables, tables.need_model(self.name), returned, replay=True)
+                return self.finish(done)
         elif found.kind == "state" and found.find(people):
             self._drop()
             raise UnlearningError(
@@ -373,13 +265,13 @@ class Worker:
                 if whole and not models.is_touched(directory):
                     self._drop()
             raise
-        self.report(self.name, "checking")
         certificate = models.check_release(directory, people, sha256)
         fresh = models.Model(found.path)
         if fresh.kind == "state" and fresh.find(people):
             raise VerificationError(f"{found.path} still holds people whom {directory} forgot")
         self.complete(begun, certificate, fresh.generation)
-        new = {n for n, part in parts.items() if begun["replay"] or part["state"] == "running"}
+        running = {part["request"] for part in live if part["state"] == "running"}
+        new = set(names) if begun["replay"] else running
         return replace(
             done, requests=tuple(sorted(new.union(done.requests))), forgotten=len(new),
             release=begun["number"], directory=directory, certificate=certificate.sha256,
@@ -395,28 +287,17 @@ class Worker:
             if row["state"] == "begun":
                 if row["requests"] != begun["requests"]:
                     raise RunError(f"{directory} names others meanwhile; it answers nothing")
-                tables.load(numbers)
+                tables.live(tables.need_model(self.name))  # proved, and read at once
                 tables.record(
                     "released", model=self.name, release=begun["number"], requests=numbers,
                     certificate=made.sha256, parent=made.parent, generation=generation,
                 )  # fmt: skip
                 tables.drop_names(numbers)
-            anchor = tables.anchor()
-        anchor.write(directory / ANCHOR)
 
     def _drop(self) -> None:
         with self.db.writing() as tables:
-            self.check(tables)
+            self.lease.check(tables)
             tables.record("dropped", model=self.name, release=self.model["begun"])
-
-    def _hide_names(self, sentence: str) -> str:
-        """What failed, without the identifiers of those it failed for."""
-        with suppress(ExpungeError), self.db.reading() as tables:
-            fits = (WORK.c.model == self.model["id"], WORK.c.state.in_(LIVE))
-            numbers = tables.connection.execute(select(WORK.c.request).where(*fits).limit(1000))
-            for number, known in tables.read_names(numbers.scalars().all()).items():
-                sentence = sentence.replace(repr(known), f"the person of {number}")
-        return sentence
 
 
 def check_finished(tables: Records, model: Row, release: Row) -> None:
@@ -444,9 +325,3 @@ def list_forgotten(db: Database, model: Row) -> dict[str, list[int]]:
             else:
                 found.pop(name, None)
     return found
-
-
-def find_returned(db: Database, model: Row, found: models.Model) -> dict[str, list[int]]:
-    """The same, of those who are in a state again."""
-    forgotten = list_forgotten(db, model)
-    return {name: forgotten[name] for name in found.find(forgotten)}

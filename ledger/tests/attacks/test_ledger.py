@@ -1,71 +1,63 @@
 """Attempts to make the ledger say what is not so, each of which must fail."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import expunge
+from expunge.certificates.hashes import hash_tensors
+from expunge.certificates.record import Adapter, Weights
+from expunge.certificates.release import Contents, describe_contents
 from expunge_ledger import Ledger, models
+from expunge_ledger.lease import Lease
 from expunge_ledger.work import Worker
 from ledger.tests import life
 from ledger.tests.life import check_differs, check_fails, die_at, file, forget
 from ledger.tests.stand_in import FILE, StandIn, make_state
 from tests.helpers.job_folder import write_job
+from tests.helpers.sample_releases import make_record, make_release
 
 
-def test_a_certificate_of_others_does_not_answer(
-    small: Ledger, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def place_others(state: Path, forget: Any, people: Any, directory: Path, *given: Any) -> None:
     """A release that holds, put where the next one belongs, names other people."""
-    first = forget(small, "person-1")
-    assert first.directory is not None
-    small.request("person-2")
-
-    def place(self: object, people: object, directory: Path, *given: object) -> None:
-        shutil.copytree(first.directory, directory)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(models.Model, "forget", place)
-        check_fails(small)
-    assert life.list_states(small)[2] == "running"
-    shutil.rmtree(first.directory.with_name("0002"))
-    (done,) = small.work()
-    assert done.forgotten == 1
+    shutil.copytree(directory.with_name("0001"), directory)
 
 
-def test_a_certificate_without_the_deed_does_not_answer(
-    small: Ledger, state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def forget_in_a_copy(state: Path, forget: Any, *given: object) -> None:
     """The same people, forgotten in a copy: the state that was registered still holds them."""
-    small.request("person-1")
-    real = models.Model.forget
-
-    def elsewhere(self: models.Model, *given: object) -> None:
-        copy = shutil.copytree(state, tmp_path / "copy", dirs_exist_ok=True)
-        real(models.Model(copy), *given)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(models.Model, "forget", elsewhere)
-    check_fails(small, "still holds people")
-    assert life.list_states(small) == {1: "running"}
+    copy = shutil.copytree(state, state.with_name("copy"), dirs_exist_ok=True)
+    forget(models.Model(copy), *given)
 
 
-def test_an_edited_certificate_does_not_answer(
-    small: Ledger, monkeypatch: pytest.MonkeyPatch
+def edit_certificate(state: Path, forget: Any, people: object, directory: Path, *given: Any) -> Any:
+    forget(models.Model(state), people, directory, *given)
+    path = directory / "certificate.json"
+    path.write_bytes(path.read_bytes().replace(b'"cpu"', b'"gpu"', 1))
+
+
+@pytest.mark.parametrize(
+    ("bend", "said"),
+    [(place_others, ""), (forget_in_a_copy, "still holds people"), (edit_certificate, "")],
+)
+def test_a_certificate_that_does_not_fit_does_not_answer(
+    small: Ledger, state: Path, bend: Callable[..., object], said: str
 ) -> None:
-    small.request("person-1")
+    forget(small, "person-1")
+    small.request("person-2")
     real = models.Model.forget
-
-    def edit(self: models.Model, people: object, directory: Path, *given: object) -> None:
-        real(self, people, directory, *given)  # type: ignore[arg-type]
-        path = directory / "certificate.json"
-        path.write_bytes(path.read_bytes().replace(b'"cpu"', b'"gpu"', 1))
-
-    monkeypatch.setattr(models.Model, "forget", edit)
-    check_fails(small)
-    assert life.list_states(small) == {1: "running"}
+    done = life.work_with(
+        small, models.Model, "forget", lambda self, *given: bend(state, real, *given)
+    )
+    assert done.failed
+    assert said in done.failed
+    assert life.list_states(small)[2] == "running"
+    shutil.rmtree(state.with_name("state-releases") / "0002")
+    (done,) = small.work()
+    assert (done.failed, done.forgotten) == (None, 1)
 
 
 MOVED = {
@@ -129,7 +121,7 @@ def test_a_dead_worker_does_not_keep_a_request_for_itself(
     small.request("person-1")
     with monkeypatch.context() as patch:
         patch.setattr(Worker, "complete", life.die)
-        patch.setattr(Worker, "give_back", lambda self: None)
+        patch.setattr(Lease, "give_back", lambda self: None)
         for _ in range(5):
             with pytest.raises(life.Killed):
                 small.work()
@@ -138,13 +130,6 @@ def test_a_dead_worker_does_not_keep_a_request_for_itself(
     assert (done.release, done.forgotten) == (1, 1)
     assert len(small.models("shop")[0].releases) == 1
     small.verify()
-
-
-def test_a_row_that_was_changed_is_no_evidence(small: Ledger) -> None:
-    """An open request, made answered in the table, would be exported as answered."""
-    small.request("person-1")
-    life.write(small, "UPDATE requests SET state = 'answered', answer = 'held in none'")
-    check_differs("requests: 1", lambda: small.export("person-1"))
 
 
 def test_the_certificate_of_others_is_no_evidence(small: Ledger) -> None:
@@ -255,7 +240,6 @@ def test_nobody_leaves_the_data_of_a_job_unnoticed(net: Ledger, tmp_path: Path) 
     assert "request 1 stays open: this person was in the data of the job" in done.said[0]
     assert "differs only in case or width" in done.said[1]
     assert life.list_states(net) == {1: "open", 2: "answered", 3: "open"}
-    life.check_refused("a job keeps the forgotten out", net.check, "net")
     net.register("net", tmp_path / "job" / "job.toml")  # adds, and takes nobody away
     ((marks,),) = life.read(net, "SELECT marks FROM seen")
     for statement in ("UPDATE seen SET marks = substr(marks, 17)", "DELETE FROM seen"):
@@ -288,11 +272,31 @@ def test_a_job_keeps_everybody_out_whom_it_forgot(net: Ledger, tmp_path: Path) -
         assert (done.failed, done.forgotten) == (None, 1)
     first, second = net.models("net")[0].releases
     assert second.parent == first.certificate
+    with net.reading() as tables:
+        (own,) = tables.show_requests([1], "net")
+    assert own.ended == net.get(1).ended, "the second names p1 again"
     expunge.verify(second.directory, people=["p1", "p2"])
     done = forget(net, "p1")
     assert (done.already, net.get(3).answer) == (1, "forgotten")
+    assert net.replay("net").release is None, "its data keep them, its releases do not"
     net.verify()
     shutil.copytree(first.directory, second.directory, dirs_exist_ok=True)
     net.request("p3")
     check_fails(net, "is not the certificate that the ledger knows")
     assert life.list_states(net)[4] in ("open", "running")
+
+
+def test_an_adapter_that_is_gone_is_missed(tmp_path: Path) -> None:
+    """It is what a release of PEFT is about, and no configuration."""
+    tensors = {"base": np.zeros(16), "lora": np.ones(3)}
+    contents = describe_contents(Contents(tensors))
+    hashes = Adapter(hash=hash_tensors({"lora": tensors["lora"]}), base="b" * 64)
+    record = make_record(tensors, weights=Weights(start="a" * 64, **contents | {"adapter": hashes}))
+    files = {"adapter/adapter_model.safetensors": {"lora": tensors["lora"]}}
+    run = make_release(record, tensors, files=files).save(tmp_path / "run")
+    models.check_release(run, ["ann", "bob"])
+    (run / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(
+        expunge.VerificationError, match=r"has no adapter/adapter_model\.safetensors"
+    ):
+        models.check_release(run, ["ann", "bob"])

@@ -120,7 +120,7 @@ def test_a_persons_walk(tmp_path: Path) -> None:
             None, "operator"
         }  # fmt: skip
     text = log.read_text()
-    assert "POST /requests/{number}/{act} 303" in text
+    assert "POST /requests/{number}/work 303" in text
     for secret in (SECRET, tokens["operator"], "telephone"):
         assert secret not in text
         assert not [url for url in asked if secret in url]

@@ -18,6 +18,9 @@ from urllib.parse import quote, urlencode
 import expunge
 from ledger.tests.server_run import Life
 
+KINDS: dict[str, Any] = {"string": str, "integer": int, "boolean": bool, "array": list}
+KINDS |= {"object": dict, "null": type(None)}
+
 
 class Generated:
     """Each operation of the document is a method."""
@@ -42,14 +45,14 @@ class Generated:
             assert set(given) <= set(known), "the document knows no such parameter"
             assert {n for n, p in known.items() if p["required"]} <= set(given)
             for parameter, value in given.items():
-                self.check(value, known[parameter]["schema"])
+                assert self.fits(value, known[parameter]["schema"]), parameter
             place = re.sub(r"\{(\w+)\}", lambda m: quote(str(given[m[1]]), safe=""), path)
             query = urlencode({n: v for n, v in given.items() if known[n]["in"] == "query"})
             assert ("requestBody" in operation) == (body is not None)
             more: dict[str, Any] = {}
             if body is not None:
                 content = operation["requestBody"]["content"]
-                self.check(body, content["application/json"]["schema"])
+                assert self.fits(body, content["application/json"]["schema"]), body
                 more["json"] = body
             headers = self.headers if operation.get("security") else {}
             answer = self.life.client.request(
@@ -60,43 +63,30 @@ class Generated:
             assert kind in told["content"], "the document knows no such answer"
             if kind != "application/json" or "schema" not in told["content"][kind]:
                 return answer.content
-            self.check(answer.json(), told["content"][kind]["schema"])
+            assert self.fits(answer.json(), told["content"][kind]["schema"]), answer.text
             return answer.json()
 
         return call
 
-    def check(self, value: Any, schema: dict[str, Any]) -> None:
+    def fits(self, value: Any, schema: dict[str, Any]) -> bool:
         """Whether a value is as a schema says."""
         if "$ref" in schema:
             name = schema["$ref"].removeprefix("#/components/schemas/")
-            return self.check(value, self.document["components"]["schemas"][name])
+            return self.fits(value, self.document["components"]["schemas"][name])
         if "anyOf" in schema:
-            assert any(self.fits(value, one) for one in schema["anyOf"]), (value, schema)
-            return None
-        kinds = {"string": str, "integer": int, "boolean": bool, "array": list, "object": dict}
-        kinds["null"] = type(None)
-        if "type" in schema:
-            assert isinstance(value, kinds[schema["type"]]), (value, schema)
-        assert value in schema.get("enum", [value])
+            return any(self.fits(value, one) for one in schema["anyOf"])
+        good = isinstance(value, KINDS[schema["type"]]) if "type" in schema else True
+        good = good and value in schema.get("enum", [value])
         if isinstance(value, dict):
-            assert set(schema.get("required", ())) <= set(value), (value, schema)
-            known = schema.get("properties", {})
-            for name, inner in value.items():
-                if name in known:
-                    self.check(inner, known[name])
-                else:
-                    assert schema.get("additionalProperties"), name
-        if isinstance(value, list):
-            for inner in value:
-                self.check(inner, schema["items"])
-        return None
-
-    def fits(self, value: Any, schema: dict[str, Any]) -> bool:
-        try:
-            self.check(value, schema)
-        except AssertionError:
-            return False
-        return True
+            known, rest = schema.get("properties", {}), schema.get("additionalProperties")
+            inner = [(one, known.get(name, rest)) for name, one in value.items()]
+            good = good and set(schema.get("required", ())) <= set(value)
+        else:
+            inner = [(one, schema["items"]) for one in value] if isinstance(value, list) else []
+        return good and all(
+            one_schema is True or (one_schema and self.fits(one, one_schema))
+            for one, one_schema in inner
+        )
 
 
 def test_a_client_made_from_the_document_files_works_downloads_and_verifies(life: Life) -> None:
@@ -120,7 +110,7 @@ def test_a_client_made_from_the_document_files_works_downloads_and_verifies(life
     while not (now := officer.show_work()[0])["over"]:
         assert time.monotonic() < until
         time.sleep(0.02)
-    assert (now["stage"], "1 forgotten" in now["said"]) == ("done", True)
+    assert now["said"] == ""
     found = desk.show_request(number=number)
     assert (found["state"], found["answer"]) == ("answered", "forgotten")
     (answer,) = found["answers"]

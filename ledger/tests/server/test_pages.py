@@ -83,7 +83,7 @@ def test_an_officer_files_works_downloads_and_verifies(life: Life) -> None:
     assert again.headers["location"] == "/requests/1?before=1"
     assert officer.send("/requests/1", "/requests/1/work").status_code == 303
     while "data-live" in (text := officer.get("/requests/1").text):
-        assert "<progress" in text or "running" in text
+        assert "<progress" in text or "running" in text, text
     assert "answered: forgotten" in text
     assert officer.get("/models/shop/releases/1/certificate.json").status_code == 200
     verified = officer.send("/requests/1", "/requests/1/verify")
@@ -103,7 +103,7 @@ def test_refusing_and_the_reason(life: Life) -> None:
     shown = officer.send("/requests/1", "/requests/1/reason").text
     assert "because &lt;b&gt;I&lt;/b&gt; want" in shown
     empty = officer.send("/requests/1", "/requests/1/refuse", reason=" ")
-    assert (empty.status_code, "say why" in empty.text) == (422, True)
+    assert (empty.status_code, "why the request is refused" in empty.text) == (422, True)
     assert officer.send("/requests/1", "/requests/1/refuse", reason="unknown").status_code == 303
     assert "unknown" in officer.get("/requests/1").text
     assert "/refuse" not in officer.get("/requests/1").text

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -33,14 +33,6 @@ from expunge.recipes import (
 )
 
 _SMALLEST = 2.2250738585072014e-308
-THEOREMS: Mapping[type[Recipe], str] = {
-    OutputPerturbation: "exact Gaussian mechanism (Balle & Wang 2018, Theorem 8)",
-    GradientClipping: "shifted interpolation, exact GDP (Bok, Su & Altschuler 2024)",
-    ModelClipping: "amplification by mixing (Balle et al. 2019, Theorem 1)",
-    Retraining: "retraining never uses the old model",
-    LinearModel: "solved again from retained rows alone",
-    Sharding: "every constituent is trained on retained data alone",
-}
 
 
 def guarantee(
@@ -84,7 +76,7 @@ def guarantee(
         survival = _exp_up(log_delta(recipe, 0.0, compared_to="centre", execution=execution))
     chosen = retrained if compared_to == "retrained" else centre
     stated = chosen.epsilon, chosen.delta, chosen.mu
-    return Guarantee(*stated, compared_to, THEOREMS[type(recipe)], retrained, centre, survival)
+    return Guarantee(*stated, compared_to, recipe.theorem, retrained, centre, survival)
 
 
 def mu(

@@ -29,7 +29,6 @@ from expunge.recipes import (
     Recipe,
     Retraining,
     check_value,
-    method_name,
     to_dict,
 )
 
@@ -214,7 +213,7 @@ def _describe(recipe: NoisyRecipe, delta: float, size: int, compared_to: Compare
         case _:
             raise AssertionError("a plan has equal steps")
     norm = left * math.sqrt(size)
-    return Candidate(method_name(recipe), recipe, found, steps, sigma, left, norm, kept)
+    return Candidate(recipe.method, recipe, found, steps, sigma, left, norm, kept)
 
 
 def _sum_powers(x: float, count: int) -> float:

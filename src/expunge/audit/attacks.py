@@ -61,7 +61,6 @@ class Adversary:
         return np.array([0.3, -0.2, 0.1]) * find_reach(self.recipe)
 
     def start(self, rows: Rows) -> Array:
-        """Where the rows start, around the centre."""
         length = find_reach(self.recipe) * np.where((rows // 2) % 2 == 0, NEAR, FAR)
         return np.where(rows % 2 == 0, length, -length)[:, None] * _U
 

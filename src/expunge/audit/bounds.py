@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,7 @@ from scipy import special
 
 from expunge.display import Shown, tabulate
 from expunge.errors import InputError
+from expunge.files import to_plain
 
 Array = npt.NDArray[np.float64]
 # (false positives, runs of world 0, true positives, runs of world 1), each a number or an array.
@@ -140,7 +141,6 @@ def choose_thresholds(
 
 
 def _count(zero: Array, one: Array, thresholds: Array) -> Counts:
-    """The counts of every threshold."""
     above = [len(s) - np.searchsorted(np.sort(s), thresholds, side="left") for s in (zero, one)]
     runs = [np.full(len(thresholds), len(scores)) for scores in (zero, one)]
     return np.stack([above[0], runs[0], above[1], runs[1]])
@@ -162,8 +162,7 @@ class Audit(Shown):
     """What the audit of a mechanism found: all of ``claims`` are bounded with ``confidence``.
 
     ``epsilon_ceiling`` is what as many trials would have proved of a mechanism without any noise.
-    ``problems`` are sentences about what else does not hold. Of a run, ``noise_p_value`` is about
-    the noise in its record (None without one).
+    ``problems`` are sentences about what else does not hold.
     """
 
     method: str
@@ -176,9 +175,35 @@ class Audit(Shown):
     attack: str
     seed: int | None
     problems: tuple[str, ...] = ()
-    noise_p_value: float | None = None
-    contradicts: bool = False
-    verdict: str = ""
+
+    @property
+    def refuted(self) -> list[str]:
+        """The claims below what was proved, and all that does not hold besides, as sentences."""
+        low = [claim for claim in self.claims if claim.proved > claim.value]
+        return [f"{c} is at least {c.proved:.4g}, not {c.value:.4g}" for c in low] + [
+            *self.problems
+        ]
+
+    @property
+    def contradicts(self) -> bool:
+        return bool(self.refuted)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for people."""
+        proved = [
+            f"{claim} at least {claim.proved:.4g} of {claim.value:.4g}"
+            for claim in self.claims
+            if claim.kind != "delta" and math.isfinite(claim.value)
+        ]
+        said = f"No contradiction: the attacks prove {', '.join(proved)}"
+        if self.contradicts:
+            said = f"What was found contradicts the claim: {'; '.join(self.refuted)}"
+        return f"{said}, with confidence {self.confidence:g}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, with the verdict."""
+        return to_plain(self) | {"contradicts": self.contradicts, "verdict": self.verdict}
 
     def __str__(self) -> str:
         facts = {"method": self.method}
@@ -190,31 +215,8 @@ class Audit(Shown):
             f"{self.trials:,} trials in {self.seconds:.1f} s, confidence {self.confidence:g}: "
             f"could have proved epsilon up to {self.epsilon_ceiling:.4g}"
         )
-        if self.noise_p_value is not None:
-            facts["record"] = f"p-value of its noise {self.noise_p_value:.3g}"
         return tabulate(self.verdict, list(facts.items()))
 
     def proved(self, kind: Kind) -> float:
         """The lower bound on ε, μ or δ."""
         return next(claim.proved for claim in self.claims if claim.kind == kind)
-
-
-def conclude(audit: Audit) -> Audit:
-    """The same, with whether anything is contradicted, and a verdict for people."""
-    refuted = [
-        f"{claim} is at least {claim.proved:.4g}, not {claim.value:.4g}"
-        for claim in audit.claims
-        if claim.proved > claim.value
-    ]
-    shown = [
-        f"{claim} at least {claim.proved:.4g} of {claim.value:.4g}"
-        for claim in audit.claims
-        if claim.kind != "delta" and math.isfinite(claim.value)
-    ]
-    said = f"No contradiction: the attacks prove {', '.join(shown)}"
-    if refuted:
-        said = f"The engine contradicts the claim: {'; '.join(refuted)}"
-    said = f"{said}, with confidence {audit.confidence:g}."
-    if audit.problems:
-        said = f"{said if refuted else ''} It does not hold: {'; '.join(audit.problems)}.".strip()
-    return replace(audit, contradicts=bool(refuted or audit.problems), verdict=said)

@@ -4,8 +4,7 @@
 (``trials``). The equation is then attacked: adversaries choose starts and retained data, statistics
 score what is released (``attacks``), exact intervals turn counts into bounds (``bounds``). A pilot
 of every adversary trains the statistics by its first half and chooses among them by the second; all
-other trials are fresh. The audit of a run also looks at the noise in its record, and verifies its
-certificate.
+other trials are fresh. The audit of a run also verifies its certificate.
 """
 
 from __future__ import annotations
@@ -19,25 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import special
 
 from expunge.accounting.guarantee import guarantee, log_delta
 from expunge.accounting.precision import choose_precision, list_levels
 from expunge.audit.attacks import Adversary, Array, Statistic, fit_statistics, list_adversaries
-from expunge.audit.bounds import Audit, Claim, Threshold, choose_thresholds, conclude, share
+from expunge.audit.bounds import Audit, Claim, Threshold, choose_thresholds, share
 from expunge.audit.trials import SIZE, choose_noise, compare_engine, release_rows
-from expunge.certificates.record import Record
 from expunge.certificates.verification import verify
 from expunge.errors import InputError
-from expunge.files import to_plain, write_atomic
+from expunge.files import write_atomic
 from expunge.progress import open_bar
-from expunge.recipes import Execution, NoisyRecipe, method_name, to_dict
+from expunge.recipes import Execution, NoisyRecipe, to_dict
 
 BLOCK = 1 << 15
 PILOT = 40_000  # and a fifth of the trials where their number is given
 CLEAR = 0.2  # of the claim must be proved by the pilot before an attack is preferred to the first
 LEAST, MOST = 2000, 2**29  # trials
-IMPROBABLE = 1e-9
 
 Worlds = tuple[Array, Array]  # what is released in world 0, and in world 1
 
@@ -52,11 +48,12 @@ def audit_mechanism(
     confidence: float = 0.999,
     seed: int | None = None,
     progress: bool = False,
+    problems: Sequence[str] = (),
 ) -> Audit:
     """Attack the engine with this recipe; ``claims`` are what to refute (default: our own).
 
     Runs ``trials`` trials, or as many as ``seconds`` allow. Without a ``seed`` the noise is the
-    operating system's, as in a run for release.
+    operating system's, as in a run for release. ``problems`` were found before.
 
     >>> from expunge.recipes import OutputPerturbation
     >>> recipe = OutputPerturbation(start_clip=1.0, noise_std=1.0)
@@ -100,19 +97,17 @@ def audit_mechanism(
         replace(found.claim, proved=max(float(found.claim.bound(row, alpha)), 0.0))
         for found, row in zip(best.thresholds, counts, strict=True)
     ]
-    return conclude(
-        Audit(
-            method=method_name(recipe),
-            recipe=to_dict(recipe),
-            claims=tuple(proved),
-            epsilon_ceiling=max(float(proved[0].bound((0, *[fresh // 2] * 3), alpha)), 0.0),
-            confidence=confidence,
-            trials=fresh + pilots,
-            seconds=time.monotonic() - started,
-            attack=f"{best.adversary}; {best.statistic}",
-            seed=seed,
-            problems=tuple(differs),
-        )
+    return Audit(
+        method=recipe.method,
+        recipe=to_dict(recipe),
+        claims=tuple(proved),
+        epsilon_ceiling=max(float(proved[0].bound((0, *[fresh // 2] * 3), alpha)), 0.0),
+        confidence=confidence,
+        trials=fresh + pilots,
+        seconds=time.monotonic() - started,
+        attack=f"{best.adversary}; {best.statistic}",
+        seed=seed,
+        problems=(*differs, *problems),
     )
 
 
@@ -161,50 +156,31 @@ def _attack(
 
 
 def _run(adversary: Adversary, trials: int, seed: int | None, first: int) -> Iterator[Worlds]:
-    """What is released, block by block."""
     for place, done in enumerate(range(0, trials, BLOCK)):
         rows = np.arange(min(BLOCK, trials - done))
         points = release_rows(adversary, rows, choose_noise(seed, first + place))
         yield points[1::2], points[::2]
 
 
-def audit_run(folder: str | Path, *, seed: int | None = None, **options: Any) -> Audit:
+def audit_run(folder: str | Path, **options: Any) -> Audit:
     """Audit the engine with a release's recipe, and the release's own certificate and record.
 
-    Lower bounds are compared with what ``certificate.json`` says of retraining; the release is
-    verified. ``options`` are those of :func:`audit_mechanism`: trials, seconds, confidence,
-    progress. Writes ``audit.json``.
+    Lower bounds are compared with what the recipe certifies, compared to retraining; whether
+    ``certificate.json`` says the same is verified. ``options`` are those of
+    :func:`audit_mechanism`: trials, seconds, confidence, seed, progress. Writes ``audit.json``.
     """
     place = Path(folder)
     checked = verify(place, strict=False)
     c, recipe = checked.certificate, checked.certificate.recipe
     if not isinstance(recipe, NoisyRecipe):
         raise InputError(
-            f"method is {method_name(recipe)!r}: it adds no noise, so there is nothing to attack; "
+            f"method is {recipe.method!r}: it adds no noise, so there is nothing to attack; "
             "expunge replay runs it again"
         )
-    _, _, *deltas = make_claims(recipe, c.delta, c.execution)
-    mu = Claim("mu", math.inf if c.retrained.mu is None else c.retrained.mu)
-    claims = Claim("epsilon", c.retrained.epsilon, c.delta), mu, *deltas
-    found = audit_mechanism(recipe, delta=c.delta, claims=claims, seed=seed, **options)
-    problems, chance = [*found.problems, *checked.problems], None
-    if (kept := place / "record.json").exists():
-        chance = judge_noise(Record.load(kept))
-        if chance < IMPROBABLE:
-            problems.append(f"its realised noise is not of its noise_std (p = {chance:.1e})")
-    found = conclude(replace(found, problems=tuple(problems), noise_p_value=chance))
-    text = json.dumps(to_plain(found), ensure_ascii=False, allow_nan=False, indent=1)
+    claims = make_claims(recipe, c.delta, c.execution)
+    found = audit_mechanism(
+        recipe, delta=c.delta, claims=claims, problems=checked.problems, **options
+    )
+    text = json.dumps(found.to_dict(), ensure_ascii=False, allow_nan=False, indent=1)
     write_atomic(place / "audit.json", (text + "\n").encode(), private=True)
     return found
-
-
-def judge_noise(record: Record) -> float:
-    """How often honest noise is as long or as short as the trace says it was: Σ ‖ξ_t‖²/σ_t² is
-    chi-squared with one degree of freedom per parameter and step."""
-    trace = record.trace
-    steps = [] if trace is None else zip(trace.noise_norm, trace.noise_std, strict=True)
-    squares = [(norm / sigma) ** 2 for norm, sigma in steps if sigma > 0]
-    freedom, half = record.parameters * len(squares) / 2, math.fsum(squares) / 2
-    if freedom == 0:
-        return 1.0
-    return min(2 * float(min(f(freedom, half) for f in (special.gammainc, special.gammaincc))), 1.0)

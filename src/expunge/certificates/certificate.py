@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from expunge.accounting.guarantee import THEOREMS, guarantee
+from expunge.accounting.guarantee import guarantee
 from expunge.certificates.consistency import check_run, find_contradictions
 from expunge.certificates.fields import Digest, Model, Names, Real, Text, serialise
 from expunge.certificates.hashes import combine_leaves
@@ -24,7 +24,7 @@ from expunge.certificates.signing import Signature, sign_bytes
 from expunge.certificates.wording import BLOCKS, derive_scope, find_warnings, write_statement
 from expunge.display import Shown, shorten
 from expunge.errors import UnlearningError
-from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, is_exact, method_name
+from expunge.recipes import IDEAL, MAX_EPSILON, ComparedTo, is_exact
 
 # A clock may be wrong, and a chain must go forward: a later request is not this much later.
 LONGEST_GAP = timedelta(days=5 * 365)
@@ -83,7 +83,7 @@ class Certificate(Run, Shown):
     @property
     def method(self) -> str:
         """The method's name on the command line and in files."""
-        return method_name(self.recipe)
+        return self.recipe.method
 
     @property
     def releases(self) -> int:
@@ -191,7 +191,7 @@ def check_digest(c: Certificate) -> list[str]:
 def check_derived(c: Certificate) -> list[str]:
     """Fields that follow from others, and those that must agree."""
     plain = c.model_dump(mode="json")
-    derived = complete(plain | plain[c.compared_to] | {"theorem": THEOREMS[type(c.recipe)]})
+    derived = complete(plain | plain[c.compared_to] | {"theorem": c.recipe.theorem})
     found = [
         f"{name} is {shorten(plain[name])}; the rest of the certificate gives {shorten(value)}"
         for name, value in derived.model_dump(mode="json", exclude={"digest"}).items()

@@ -43,6 +43,12 @@ def find_contradictions(record: Record) -> list[str]:
     ):
         if np.any(wrong):
             found.append(f"{what} at step {int(np.argmax(wrong))}")
+    # The noise of all steps, each over its σ, is one longer draw, and there is one of it to judge.
+    drawn = sigmas > 0
+    with np.errstate(over="ignore"):
+        length = float(np.linalg.norm(norms[drawn] / sigmas[drawn]))
+    if abs(length - math.sqrt(record.parameters * int(drawn.sum()))) > NOISE_DEVIATIONS / 2:
+        found.append("the noise of all steps together is too short or too long for its noise_std")
     if len(norms) > 2 and record.parameters > 16 and norms[0] > 0 and np.ptp(norms) == 0:
         found.append("every step added noise of the same norm: one draw was used again")
     return found

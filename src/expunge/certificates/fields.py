@@ -115,13 +115,16 @@ def _read_seed(seed: object) -> object:
 
 
 def read_plain(value: Any) -> Any:
-    """Plain data as JSON has it: tuples are lists, numpy's numbers are numbers.
+    """Plain data as JSON has it: tuples are lists, numpy's numbers are numbers; text that cannot be
+    seen is written as Python writes it.
 
-    >>> read_plain({"betas": (0.9, 0.999), "clip": math.inf})
-    {'betas': [0.9, 0.999], 'clip': 'inf'}
+    >>> read_plain({"betas": (0.9, 0.999), "clip": math.inf, "label": "a\\n"})
+    {'betas': [0.9, 0.999], 'clip': 'inf', 'label': "'a\\\\n'"}
     """
     match value:
-        case bool() | str() | None:
+        case str():
+            return value if is_visible(value) else ascii(value)
+        case bool() | None:
             return value
         case int():
             return _read_seed(value)
@@ -129,7 +132,7 @@ def read_plain(value: Any) -> Any:
             return value if math.isfinite(value) else str(value)
         case Mapping():
             items = cast(Mapping[str, Any], value).items()
-            return {str(key): read_plain(item) for key, item in items}
+            return {read_plain(str(key)): read_plain(item) for key, item in items}
         case list() | tuple():
             return [read_plain(item) for item in cast(list[Any], value)]
         case _ if hasattr(value, "item"):

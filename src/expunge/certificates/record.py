@@ -283,3 +283,9 @@ def list_versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def compare_versions(then: dict[str, str]) -> list[str]:
+    """What is of another version here: it may make other bits."""
+    pairs = {name: (then.get(name), found) for name, found in list_versions().items()}
+    return [f"{n} was {was}, here it is {is_}" for n, (was, is_) in pairs.items() if was != is_]

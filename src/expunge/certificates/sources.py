@@ -23,6 +23,7 @@ from typing import Any, cast
 from expunge.certificates.hashes import hash_bytes, hash_tensor, is_tensor
 
 _CHANGES = frozenset(("append", "extend", "insert", "add", "update", "pop", "clear", "setdefault"))
+_NOTES = frozenset(("deprecation_warnings",))  # what a tokenizer of transformers has warned of
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -81,10 +82,37 @@ def _describe(value: Any, seen: dict[int, object], deep: bool = False) -> str:
             own = getattr(item, "__module__", None) == wrapped.__module__
             lines.append(f"{name} = {_describe(item, seen, deep=own)}")
     else:
+        written = _NOTES | _list_written(type(value))
         state = cast(dict[str, Any], getattr(value, "__dict__", {}))
+        state = {name: item for name, item in state.items() if name not in written}
         lines.append(_describe(type(value), seen))
         lines += [f"{name} = {_describe(item, seen)}" for name, item in sorted(state.items())]
     return "\n".join(lines)
+
+
+def _list_written(kind: type) -> set[str]:
+    """Attributes that an object changes when it is called (a history, a counter): no part of the
+    code either. What other methods set, such as options, is."""
+    own: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        own |= {} if _is_installed(base) else vars(base)
+    written, seen, left = set[str](), set[str](), ["__call__", "forward"]
+    while left:
+        name = left.pop()
+        method = own.get(name)
+        if name in seen or not inspect.isfunction(method):
+            continue
+        seen.add(name)
+        steps = list(dis.get_instructions(method))
+        for place, step in enumerate(steps):
+            if step.opname == "STORE_ATTR":
+                written.add(step.argval)
+            elif step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+                left.append(step.argval)
+                after = steps[place + 1 : place + 4]
+                if any(s.argval in _CHANGES or s.opname == "STORE_SUBSCR" for s in after):
+                    written.add(step.argval)
+    return written
 
 
 def _list_captured(function: Any) -> list[tuple[str, Any]]:

@@ -25,6 +25,7 @@ from expunge.certificates.certificate import (
     check_link,
     derive_again,
 )
+from expunge.certificates.fields import serialise
 from expunge.certificates.hashes import combine_leaves, read_leaves
 from expunge.certificates.people import opens
 from expunge.certificates.record import Record, Sharding
@@ -50,13 +51,15 @@ _LOADED = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".h5"),
     *(".keras", ".msgpack", ".onnx", ".gguf", ".npz", ".npy", ".index.json", ".py", ".pyc", ".so"),
     *(".ot", ".pb", ".tflite", ".pt2", ".dill", ".hdf5", ".zip", ".tar", ".pyd", ".dll", ".dylib"),
-    *(".pte", ".ptl", ".nemo", ".mar", ".gz", ".tgz", ".sav"),
+    *(".pte", ".ptl", ".nemo", ".mar", ".gz", ".tgz", ".sav", ".skops", ".distcp"),
 )
 _LOADED_NAMES = (
     *("config.json", "adapter_config.json", "generation_config.json", "adapter", "modules.json"),
     *("model_index.json", "manifest.json", "estimator.json", "constituents", "adapters"),
+    "custom_generate",  # transformers takes generate() from it
 )
 _MOST_FILES = 1000  # of a folder beside a release that nobody asked about
+_TOO_MANY = f"more than {_MOST_FILES} files"
 
 
 @dataclass
@@ -234,9 +237,10 @@ def _check_record(
 def _name_differences(theirs: Any, ours: Any, at: str = "") -> list[str]:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         one, other = cast(dict[str, Any], theirs), cast(dict[str, Any], ours)
-        pairs = {f"{at}.{k}".strip("."): (one.get(k), other.get(k)) for k in one.keys() | other}
-        return [found for k in sorted(pairs) for found in _name_differences(*pairs[k], k)]
-    same = theirs == ours
+        if one.keys() == other.keys():
+            pairs = {f"{at}.{k}".strip("."): (one[k], other[k]) for k in one}
+            return [found for k in sorted(pairs) for found in _name_differences(*pairs[k], k)]
+    same = serialise(theirs) == serialise(ours)  # Python has True == 1
     return [] if same else [f"{at} is {shorten(theirs)}, but the record gives {shorten(ours)}"]
 
 
@@ -309,12 +313,13 @@ def _check_beside(found: Verification, path: Path, folder: Path, places: Collect
     """What else lies there: what would be loaded must be covered, the rest is named. In a folder
     of the release a further folder would be loaded as well."""
     covered = {one for place in places for one in (place, *place.parents)}
-    loaded, rest = list[str](), list[str]()
+    loaded, rest, own = list[str](), list[str](), found.certificate
     inside = sorted(one for one in covered if folder in one.parents and one.is_dir())
     for inner in (folder, *inside):
-        copy, own = inner / CERTIFICATE, found.certificate.compute_digest()
-        if copy.exists() and (digest := Certificate.load(copy).compute_digest()) != own:
-            found.add("", [f"{copy} is another certificate, {digest}"])
+        copy = inner / CERTIFICATE
+        if copy.exists() and not _is_copy(other := Certificate.load(copy), own):
+            said = f"{copy} is another certificate, or signed by another key: {other.sha256}"
+            found.add("", [said])
         for one in sorted(inner.iterdir()):
             if one in covered or one.name in (path.name, CERTIFICATE, RECORD):
                 continue
@@ -331,15 +336,24 @@ def _check_beside(found: Verification, path: Path, folder: Path, places: Collect
         found.skip(f"{OTHER_FILES}{', '.join(rest[:20])}{more}")
 
 
+def _is_copy(c: Certificate, own: Certificate) -> bool:
+    """Whether this is the same certificate, signed by no other key; one may be unsigned yet."""
+    same = c.model_copy(update={"signature": own.signature}).to_bytes() == own.to_bytes()
+    return same and (c.signature == own.signature or None in (c.signature, own.signature))
+
+
 def _is_loaded(name: str) -> bool:
     plain = name.strip().casefold()
     return plain.endswith(_LOADED) or plain in _LOADED_NAMES
 
 
 def _find_loaded(folder: Path) -> str | None:
-    """What a program would load from a folder; a large one is not searched to its end."""
-    names = (one.name for one in itertools.islice(folder.rglob("*"), _MOST_FILES))
-    return next(filter(_is_loaded, names), None) if folder.is_dir() else None
+    """What a program would load from a folder; in one too large to be searched it may be hidden."""
+    if not folder.is_dir():
+        return None
+    names = [one.name for one in itertools.islice(folder.rglob("*"), _MOST_FILES + 1)]
+    many = _TOO_MANY if len(names) > _MOST_FILES else None
+    return next(filter(_is_loaded, names), many)
 
 
 def _check_parent(found: Verification, path: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from expunge.certificates.people import Commitment
+from expunge.certificates.signing import fingerprint
 from expunge.display import clean, round_up
 from expunge.recipes import is_exact
 
@@ -240,7 +241,7 @@ def list_facts(c: Certificate) -> dict[str, str]:
         "certificate": c.digest,
         "parent certificate": c.parent or "none",
         "date": c.created,
-        "signature": f"Ed25519 key {c.signature.public_key}" if c.signature else "none",
+        "signature": f"the key {fingerprint(c.signature.public_key)}" if c.signature else "none",
         "for release": " ".join(("yes." if c.releasable else "no.", *c.warnings)),
     }
 

@@ -21,7 +21,6 @@ from torch.nn.functional import cross_entropy
 import expunge
 from expunge.cli.text import echo, print_json, write
 from expunge.display import round_up
-from expunge.errors import InputError
 from expunge.files import check_free
 from expunge.jobs.run import write_release
 from expunge.jobs.tables import NOISY
@@ -38,10 +37,8 @@ Examples = tuple[Tensor, Tensor]
 
 def read_digits() -> Examples:
     """scikit-learn's digits: 1,797 images of 8 x 8 pixels from 0 to 16, as numbers from -1 to 1."""
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise InputError("scikit-learn is not installed; pip install 'expunge[torch]'") from error
+    from sklearn.datasets import load_digits
+
     images, targets = load_digits(return_X_y=True)
     return torch.tensor(images, dtype=torch.float32) / 8 - 1, torch.tensor(targets)
 
@@ -55,7 +52,6 @@ def load() -> expunge.Data:
 
 
 def build() -> nn.Module:
-    """A fresh network."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -94,13 +90,13 @@ class Demo:
         train(self.old, self.data.examples, 1)
 
     def score(self, model: Any) -> float:
-        """Accuracy on the test set; a linear model predicts classes itself."""
+        """Accuracy on the test set; a linear model says it itself, as in scikit-learn."""
         assert self.data.test is not None
-        x, y = self.data.test.examples
-        if hasattr(model, "predict"):
-            return float((torch.as_tensor(model.predict(x.numpy())) == y).double().mean())
-        with torch.no_grad():
-            return float((model.eval()(x).argmax(1) == y).double().mean())
+        if hasattr(model, "score"):
+            return model.score(*(part.numpy() for part in self.data.test.examples))
+        found = expunge.evaluate(model, self.data.test, loss=cross_entropy).accuracy
+        assert found is not None
+        return found
 
     def answer(
         self,

@@ -93,7 +93,7 @@ def run() -> None:
                 stream.flush()
             raise
     except ExpungeError as error:
-        if not error.told_by_another:
+        if not error.printed_elsewhere:
             _say(str(error))
         sys.exit(error.exit_code)
     except ModuleNotFoundError as error:

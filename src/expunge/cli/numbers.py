@@ -23,7 +23,6 @@ from expunge.recipes import (
     Recipe,
     from_dict,
     list_required,
-    method_name,
     to_dict,
 )
 
@@ -170,7 +169,7 @@ def print_guarantee(recipe: Recipe, found: Guarantee, as_json: bool) -> None:
         print_json(to_plain(to_dict(recipe)) | to_plain(found))
         return
     rows = _list_values(recipe)
-    write(tabulate(method_name(recipe), rows))
+    write(tabulate(recipe.method, rows))
     write(str(found))
     if math.isinf(found.epsilon):
         write("This is no guarantee: epsilon is infinite.")

@@ -24,9 +24,7 @@ def verify(
     parent: Annotated[
         Path | None, typer.Option(help="The folder of the release before, or its certificate.")
     ] = None,
-    weights: Annotated[
-        Path | None, typer.Option(help="Default: model.safetensors, or its index, in DIR.")
-    ] = None,
+    weights: Annotated[Path | None, typer.Option(help="Default: model.safetensors in DIR.")] = None,
     record: Annotated[
         Path | None, typer.Option(help="The operator's private record of the run.")
     ] = None,
@@ -107,11 +105,10 @@ def audit(
     replay them.
     """
     from expunge.audit.mechanism import audit_run
-    from expunge.files import to_plain
 
-    options: dict[str, Any] = {"trials": trials, "seconds": seconds, "confidence": confidence}
-    found = audit_run(folder, seed=seed, progress=True, **options)
-    text.show(to_plain(found) | {"contradicts": found.contradicts}, str(found), as_json)
+    options = {"trials": trials, "seconds": seconds, "confidence": confidence, "seed": seed}
+    found = audit_run(folder, progress=True, **options)
+    text.show(found.to_dict(), str(found), as_json)
     if found.contradicts:
         raise typer.Exit(1)
 

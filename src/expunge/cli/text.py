@@ -6,10 +6,8 @@ Words that come from files may hold anything; here they lose the power to move a
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import shutil
-import sys
 import textwrap
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +31,6 @@ def visible(text: str, lines: bool = False) -> str:
 
 
 def echo(text: str, *, err: bool = False) -> None:
-    """Lines of text."""
     typer.echo(visible(text, lines=True), err=err)
 
 
@@ -48,14 +45,8 @@ def write(text: str, indent: str = "") -> None:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """One JSON object on stdout, in ASCII where that cannot hold every character."""
-    whole = (sys.stdout.encoding or "utf-8").lower().startswith("utf")
-    text = json.dumps(data, ensure_ascii=not whole, allow_nan=False, indent=2)
-    typer.echo(re.sub(r"[^\n -~]", _escape_json, text))
-
-
-def _escape_json(found: re.Match[str]) -> str:
-    return found[0] if is_visible(found[0]) else json.dumps(found[0])[1:-1]
+    """One JSON object on stdout; in ASCII, which every terminal can show."""
+    typer.echo(json.dumps(data, allow_nan=False, indent=2))
 
 
 def show(facts: dict[str, Any], text: str, as_json: bool) -> None:

@@ -11,7 +11,7 @@ stream      whatever can only be iterated over: an IterableDataset, a re-iterabl
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -73,20 +73,19 @@ def count(examples: Any, kind: Kind) -> int:
     return lengths.pop()
 
 
-def select(examples: Any, kind: Kind, places: Sequence[int]) -> Any:
-    """The examples at these places, of the kind they were.
+def select(examples: Any, kind: Kind, places: Any) -> Any:
+    """The examples at these places (whole numbers), of the kind they were.
 
     >>> select(([1.0, 2.0, 3.0], [0, 1, 0]), "columns", [2, 0])
     ([3.0, 1.0], [0, 0])
     """
     match kind:
         case "columns" if _is_tensor_dataset(examples):
-            index = np.asarray(places, np.int64)
-            return type(examples)(*(column[index] for column in examples.tensors))
+            return type(examples)(*(_take(column, places) for column in examples.tensors))
         case "columns":
             return map_columns(examples, lambda column: _take(column, places))
         case "frame":
-            return examples.iloc[list(places)]
+            return _take(examples, places)
         case "table":
             return examples.select(places)
         case "list":
@@ -134,12 +133,34 @@ def read_one(examples: Any, kind: Kind, place: int) -> Any:
             return examples[place]
 
 
-def _take(column: Any, places: Sequence[int]) -> Any:
+def join_rows(rows: list[Any]) -> Any:
+    """Examples that were read one by one as columns again: the opposite of :func:`read_one`.
+
+    >>> join_rows([(1.0, {"a": 0}), (2.0, {"a": 1})])
+    ([1.0, 2.0], {'a': [0, 1]})
+    """
+    first = rows[0]
+    if isinstance(first, tuple):
+        return tuple(join_rows([row[k] for row in rows]) for k in range(len(first)))
+    if isinstance(first, Mapping):
+        return {name: join_rows([row[name] for row in rows]) for name in first}
+    if isinstance(first, np.ndarray | np.generic):
+        return np.stack(rows)
+    if hasattr(first, "new_empty"):
+        import torch
+
+        return torch.stack(rows)
+    return rows
+
+
+def _take(column: Any, places: Any) -> Any:
+    if hasattr(column, "index_select"):  # a tensor, in a fifth of the time of an index
+        torch: Any = sys.modules["torch"]
+        return column.index_select(0, torch.as_tensor(places, dtype=torch.int64).to(column.device))
+    index = np.asarray(places, np.int64)
     if hasattr(column, "iloc"):
-        return column.iloc[list(places)]
-    if _is_array(column):
-        return column[np.asarray(places, np.int64)]
-    return [column[place] for place in places]
+        return column.iloc[index]
+    return column[index] if _is_array(column) else [column[place] for place in index.tolist()]
 
 
 def _is_array(thing: Any) -> bool:

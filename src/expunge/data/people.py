@@ -140,6 +140,7 @@ def _find_slips(
 
 def _suggest(name: str, people: Sequence[str]) -> str:
     alike = [like for _, like in find_lookalikes([name], people)]
+    alike += [like for like in people if name.isdigit() and like.lstrip("0") == name]  # 7 of 007
     alike += difflib.get_close_matches(name, people if len(people) <= 10_000 else [], 1)
     return f"did you mean {alike[0]!r}?" if alike else "is this the right list?"
 

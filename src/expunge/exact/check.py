@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from expunge.data.data import Data, check_data
-from expunge.errors import ExpungeError, InputError, describe_error
+from expunge.errors import ExpungeError, InputError, collecting, describe_error
 from expunge.networks.building import call_build
 from expunge.networks.checkpoints import read_old
 from expunge.networks.tensors import list_published, list_trainable
@@ -55,7 +54,7 @@ def check(
 ) -> Check:
     """Everything a run would refuse, found at once; nothing is trained and nothing is written.
 
-    Where the loss is known (``loss=``, or that of a :class:`expunge.Training`), one batch runs
+    Where the loss is given (``loss=``, or that of a :class:`expunge.Training`), one batch runs
     forward and backward, twice: a ``forward`` that keeps something between calls shows itself.
 
     >>> import torch
@@ -66,50 +65,36 @@ def check(
     forget names 'an', who is not in the data; did you mean 'ann'?
     one batch failed: RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x2 and 3x2) (...)
     """
-    found = _Findings()
-    retained = data
-    with found.step():
+    problems, facts, retained = list[str](), list[str](), data
+    with collecting(problems):
         if train is not None:
             check_train(train)
-    with found.step():
+    with collecting(problems):
         check_loss(loss)
-    with found.step():
+    with collecting(problems):
         check_data(data)
-        found.facts.append(f"data: {len(data)} examples of {len(data.people)} people")
+        facts.append(f"data: {len(data)} examples of {len(data.people)} people")
         if forget is not None:
             request = read_request(data, forget, parent)
             retained = request.retained
-            found.facts.append(f"forget: {len(request.names)} people, {request.examples} examples")
-    with found.step():
+            facts.append(f"forget: {len(request.names)} people, {request.examples} examples")
+    with collecting(problems):
         module = call_build(build, seed)
         trainable = sum(p.numel() for p in list_trainable(module).values())
         fixed = sum(t.numel() for t in list_published(module).values())
-        found.facts.append(
+        facts.append(
             f"build(): {type(module).__name__}, {trainable:,} trainable numbers, {fixed:,} others"
         )
-        with found.step():
+        with collecting(problems):
             describe_published(module, published)
-        with found.step():
+        with collecting(problems):
             if old is not None:
                 check_start(module, read_old(old, module, key=key, strict=strict), unchanged)
         own = train.loss if loss is None and isinstance(train, Training) else loss
         if (loss is not None or isinstance(train, Training)) and isinstance(retained, Data):  # pyright: ignore[reportUnnecessaryIsInstance]
-            with found.step():
-                found.facts.append(_run_batch(module, retained, own, batch_size, seed))
-    return Check(tuple(found.problems), tuple(found.facts))
-
-
-@dataclass
-class _Findings:
-    problems: list[str] = field(default_factory=list[str])
-    facts: list[str] = field(default_factory=list[str])
-
-    @contextmanager
-    def step(self) -> Generator[None]:
-        try:
-            yield
-        except ExpungeError as error:
-            self.problems += str(error).split("\n")
+            with collecting(problems):
+                facts.append(_run_batch(module, retained, own, batch_size, seed))
+    return Check(tuple(problems), tuple(facts))
 
 
 def _run_batch(module: nn.Module, data: Data, loss: Loss | None, size: int, seed: int) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.hashes import hash_tensors
 from expunge.certificates.people import Commitment, opens
-from expunge.certificates.record import Record, list_versions
+from expunge.certificates.record import Record, compare_versions
 from expunge.certificates.release import CERTIFICATE, RECORD, WEIGHTS, Parent, Release, check_record
 from expunge.data.data import Data
 from expunge.errors import InputError
@@ -36,10 +36,13 @@ class Replay:
     ``notes``: the same bits by other code, and what was applied afterwards and not repeated here.
     """
 
-    same: bool
     differences: tuple[str, ...]
     causes: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    @property
+    def same(self) -> bool:
+        return not self.differences
 
     def __bool__(self) -> bool:
         return self.same
@@ -88,9 +91,7 @@ def replay(
         *_compare(collect_tensors(trained), released, certificate),
     ]
     notes = [*code, *(f"before {a.note!r}, not repeated" for a in certificate.applied)]
-    return Replay(
-        not differences, tuple(differences), tuple(causes) if differences else (), tuple(notes)
-    )
+    return Replay(tuple(differences), tuple(causes) if differences else (), tuple(notes))
 
 
 def _read(run: Release | str | Path) -> tuple[Certificate, Record | None, Mapping[str, Tensor]]:
@@ -148,10 +149,10 @@ def _compare_code(record: Record, build: Any, data: Data, train: Train) -> list[
 def _list_causes(certificate: Certificate, module: nn.Module) -> list[str]:
     """What could make bits differ although nothing is wrong."""
     then, now = certificate.environment, describe_environment(module)
-    pairs = {n: (then.versions.get(n), version) for n, version in list_versions().items()}
+    causes = compare_versions(then.versions)
     for name in ("device", "dtype", "threads", "processes"):
-        pairs[name] = getattr(then, name), getattr(now, name)
-    causes = [f"{n} was {was}, here it is {is_}" for n, (was, is_) in pairs.items() if was != is_]
+        was, is_ = getattr(then, name), getattr(now, name)
+        causes += [f"{name} was {was}, here it is {is_}"] if was != is_ else []
     if now.device != "cpu":
         return [*causes, "kernels of an accelerator: there a difference proves nothing"]
     return [*causes, "another processor, or a train() that draws on what no seed decides"]

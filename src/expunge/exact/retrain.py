@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,12 @@ def retrain(
     trained = run_training(train, module, request.retained, seed, resume=resume, device=device)
     tensors = collect_tensors(trained)
     release = make_release(trained, record, start=start, tensors=tensors, parent=request.parent)
+    if release.record.weights.after == root:
+        warnings.warn(
+            "train left every weight as build() gave it; it must train the model that it is given, "
+            "or return the module that has the weights",
+            stacklevel=2,
+        )
     return _share(release)
 
 
@@ -109,7 +116,7 @@ def _share(release: Release) -> Release:
     """Of several processes all return what rank 0 certified: its salts, its whole tensors."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return release
-    held: list[Any] = [release.certificate.to_bytes(), release.record.to_bytes()]
-    torch.distributed.broadcast_object_list(held)
-    certificate, record = Certificate.from_bytes(held[0]), Record.from_bytes(held[1])
+    shared: list[Any] = [release.certificate.to_bytes(), release.record.to_bytes()]
+    torch.distributed.broadcast_object_list(shared)
+    certificate, record = Certificate.from_bytes(shared[0]), Record.from_bytes(shared[1])
     return dataclasses.replace(release, certificate=certificate, record=record)

@@ -29,7 +29,8 @@ from expunge.certificates.certificate import Certificate, certify
 from expunge.certificates.hashes import combine_leaves, hash_tensors
 from expunge.certificates.people import commit
 from expunge.certificates.record import Record, Sharding, Weights
-from expunge.certificates.release import CERTIFICATE, WEIGHTS, Release, describe_contents
+from expunge.certificates.release import WEIGHTS, Release, describe_contents
+from expunge.certificates.verification import verify
 from expunge.data.data import Data, check_data
 from expunge.data.people import check_request, read_people
 from expunge.errors import InputError, RunError, UnlearningError
@@ -52,7 +53,7 @@ from expunge.exact.shards_examples import (
 )
 from expunge.exact.shards_slices import FEWEST, Given, Kept, Slices
 from expunge.manifests import read_kind
-from expunge.networks.releases import hash_start, read_verified
+from expunge.networks.releases import hash_start
 from expunge.recipes import Sharding as Recipe
 from expunge.states import State
 from expunge.training.calling import Train, check_train, describe_environment
@@ -134,7 +135,6 @@ class Shards:
         return f"Shards(seed={own.seed!r}, {sizes}, state={where!r})"
 
     def __len__(self) -> int:
-        """How many examples there are."""
         return 0 if self.state is None else Slices.read(self.state).total
 
     def learn(self, data: Data, *, readmit: bool = False) -> int:
@@ -218,8 +218,7 @@ class Shards:
         if (state := self.state) is None:
             return []
         state.refresh()
-        names, owners = dict.fromkeys(read_people(people)), Slices.read(state).list_owners()
-        return [name for name in names if state.name(name) in owners]
+        return Slices.read(state).find_people(people)
 
     def forgot(self, people: Iterable[Any]) -> list[str]:
         """Those of ``people`` who are in the list of the forgotten."""
@@ -238,12 +237,13 @@ class Shards:
         """Train every constituent again from nothing; returns what differs from the state, and from
         the release in the folder ``run``. Of ``data``, whom the state does not have is left out."""
         expected, shards = dict[str, tuple[str, ...]](), range(self.assignment.shards)
+        stated: tuple[int, tuple[int, ...]] | None = None
         if run is not None:
-            certificate = Certificate.load(Path(run) / CERTIFICATE)
-            if certificate.sharding is None:
-                raise InputError.of("run", str(run), "a release of shards")
-            expected["the release"] = certificate.sharding.hashes
-            read_verified(Path(run) / WEIGHTS, certificate.weights.after)
+            c = verify(run).certificate  # its hashes are those of the released file
+            if c.sharding is None or not (Path(run) / WEIGHTS).is_file():
+                raise InputError.of("run", str(run), f"a release of shards, with {WEIGHTS}")
+            expected["the release"] = c.sharding.hashes
+            stated = c.retained.count, c.sharding.samples
         if self.state is not None:
             expected["the state"] = _hash_each(_read_constituents(Slices.read(self.state)), shards)
             data = data.drop(data.everybody().difference(self.holds(data.everybody())))
@@ -251,13 +251,21 @@ class Shards:
                        workers=self.workers, ray=self.ray)  # fmt: skip
         fresh.learn(data)
         assert fresh.state is not None
-        found = _hash_each(_read_constituents(Slices.read(fresh.state)), shards)
-        return [
+        slices = Slices.read(fresh.state)
+        found = _hash_each(_read_constituents(slices), shards)
+        differ = [
             f"constituent {k} trained again is {one}, that of {where} is {other}"
             for where, hashes in expected.items()
             for k, (one, other) in enumerate(zip_longest(found, hashes))
             if one != other
         ]
+        there = len(slices.list_owners()), tuple(map(sum, slices.count()))
+        if stated is not None and stated != there:
+            shown = [
+                f"{people} people with {samples} examples" for people, samples in (there, stated)
+            ]
+            differ.append(f"the data are of {shown[0]} by shard; the release says {shown[1]}")
+        return differ
 
     def _open(self) -> None:
         if self.state is not None or self.path is None or read_kind(self.path) is None:
@@ -372,7 +380,7 @@ class Shards:
     def _describe_sharding(
         self, slices: Slices, constituents: Mapping[int, Tensors], parent: Certificate | None
     ) -> Sharding:
-        """What a certificate says; the lineages of releases tell what was trained since."""
+        """What a certificate says; what was trained since follows from the lineages then."""
         state, hashes = slices.state, _hash_each(constituents, range(self.assignment.shards))
         now = slices.list_lineages(state.settings)
         digest = hashlib.sha256("".join(own[-1] for own in now).encode()).hexdigest()

@@ -93,7 +93,6 @@ def _combine(each: list[Any], combination: Combination) -> Any:
 
 
 def _register(root: nn.Module, name: str, tensor: Tensor) -> None:
-    """Register a tensor under a dotted name."""
     *path, last = name.split(".")
     for part in path:
         if part not in dict(root.named_children()):

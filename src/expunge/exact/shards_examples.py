@@ -143,7 +143,6 @@ def check_repeatable(data: Data) -> None:
 
 
 def hash_example(example: Any) -> bytes:
-    """SHA-256 of the content of an example."""
     return hashlib.sha256(encode(example, "an example")).digest()
 
 
@@ -251,19 +250,3 @@ def _from_json(plain: Any, numbers: io.BytesIO) -> Any:
         case _:
             found = [_from_json(item, numbers) for item in items]
             return tuple(found) if kind == "tuple" else found
-
-
-def join_columns(items: list[Any]) -> Any:
-    """Examples that were rows of columns as columns again."""
-    first = items[0]
-    if isinstance(first, tuple):
-        return tuple(join_columns([item[k] for item in items]) for k in range(len(first)))
-    if isinstance(first, Mapping):
-        return {name: join_columns([item[name] for item in items]) for name in first}
-    if isinstance(first, np.ndarray | np.generic):
-        return np.stack(items)
-    if hasattr(first, "new_empty"):
-        import torch
-
-        return torch.stack(items)
-    return items

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from expunge.data.data import Data
+from expunge.data.examples import join_rows
+from expunge.data.people import read_people
 from expunge.errors import InputError
 from expunge.exact.shards_examples import (
     TRAINING,
@@ -25,7 +27,6 @@ from expunge.exact.shards_examples import (
     decode,
     encode,
     index_examples,
-    join_columns,
     read_example,
     select_examples,
 )
@@ -93,12 +94,16 @@ class Slices:
 
     @property
     def total(self) -> int:
-        """How many examples there are."""
         return sum(part.count for part in self.parts.values())
 
     def list_owners(self) -> set[bytes]:
         """Keyed hashes of everybody who has an example."""
         return {owner for part in self.parts.values() for row in part.rows for owner in row.owners}
+
+    def find_people(self, people: Iterable[Any]) -> list[str]:
+        """Those of them who have an example."""
+        names, owners = dict.fromkeys(read_people(people)), self.list_owners()
+        return [name for name in names if self.state.name(name) in owners]
 
     def check_returned(self, leaving: Iterable[bytes] = ()) -> None:
         """Refuse while people of a newer list of the forgotten are here, but for those leaving."""
@@ -118,7 +123,6 @@ class Slices:
         return touched / max(total, 1)
 
     def add(self, index: Index) -> Slices:
-        """With these examples too."""
         parts = dict(self.parts)
         for place, found in index.items():
             new = {one.row for one in found.values()}
@@ -143,7 +147,6 @@ class Slices:
         return replace(self, parts=parts), gone
 
     def list_changed(self, before: Slices) -> dict[Place, Slice]:
-        """The slices that are not as they were."""
         return {place: p for place, p in self.parts.items() if p.data != before.parts[place].data}
 
     def list_lineages(self, settings: Mapping[str, Any]) -> list[list[str]]:
@@ -175,7 +178,6 @@ class Slices:
 
 
 def spell(place: Place) -> str:
-    """A slice in the name of a file."""
     return f"{place[0]:03x}-{place[1]:03x}"
 
 
@@ -266,4 +268,4 @@ class Kept(Given):
 
 def _restore(found: list[list[Any]]) -> Any:
     items = [one[4] for one in found]
-    return join_columns(items) if items and found[0][3] == "columns" else items
+    return join_rows(items) if items and found[0][3] == "columns" else items

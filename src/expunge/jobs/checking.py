@@ -6,18 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import expunge
+from expunge.errors import collecting
 from expunge.files import check_free
-from expunge.jobs.jobfile import JobFile, read_job
+from expunge.jobs.jobfile import JobFile, read_job, refuse_mistakes
 from expunge.jobs.learning import make_learner, split_examples
 from expunge.jobs.loading import explaining, importing_from
-from expunge.jobs.request import (
-    Request,
-    check_second,
-    collecting,
-    load_data,
-    load_request,
-    refuse_all,
-)
+from expunge.jobs.request import Request, check_second, load_data, load_request
 from expunge.jobs.tables import LearnJob, NoisyTable, ShardsJob, UnlearnJob
 
 ROWS = 32  # that a linear model tries
@@ -54,7 +48,7 @@ def _check_unlearn(made: JobFile[UnlearnJob]) -> list[str]:
             check_second(made, request, target)
         with collecting(problems):
             facts.append(_describe_noise(request, job.method))
-    refuse_all(made.path, [*problems, *found.problems])
+    refuse_mistakes(made.path, [*problems, *found.problems])
     return facts
 
 
@@ -79,21 +73,20 @@ def _describe_noise(request: Request, method: NoisyTable) -> str:
 
 
 def _check_learn(made: JobFile[LearnJob]) -> list[str]:
-    """The data, the network, and one batch of both together."""
     job, problems, found = made.job, list[str](), dict[str, Any]()
     with collecting(problems):
         found["learner"] = make_learner(made, state=None)
     with collecting(problems):
         found["data"] = load_data(made)
-    refuse_all(made.path, problems)
+    refuse_mistakes(made.path, problems)
     learner, data = found["learner"], found["data"]
     if isinstance(job, ShardsJob):
         checked = expunge.check(learner.plan.build, data, train=learner.plan.train)
-        refuse_all(made.path, list(checked.problems))
+        refuse_mistakes(made.path, list(checked.problems))
         return list(checked.facts)
     first = data if data.stream else data.take(range(min(ROWS, len(data))))
     with collecting(problems), explaining("one batch failed"):
         learner.partial_fit(*split_examples(first), ids=first.ids)
-    refuse_all(made.path, problems)
+    refuse_mistakes(made.path, problems)
     shown = f"data: {len(data)} examples of {len(data.people)} people"
     return [shown, f"one batch: {len(first)} rows"]

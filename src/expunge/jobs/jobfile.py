@@ -6,7 +6,7 @@ A job is read and validated before anything runs; no code that it names is run h
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from expunge.display import shorten
 from expunge.errors import InputError
+from expunge.jobs.loading import load_function
 from expunge.jobs.options import suggest
 from expunge.jobs.tables import JOBS, LEARNED, NAMES, NOISY, Job, LearnJob, list_tables
 
@@ -53,6 +54,11 @@ class JobFile(Generic[AnyJob]):
         """The same of a key that may be left out."""
         return None if name is None else self.locate(name)
 
+    def load(self, field: str) -> Callable[..., Any]:
+        """The function that a key names, such as ``model.build``."""
+        table, key = field.split(".")
+        return load_function(field, getattr(getattr(self.job, table), key), self.folder)
+
 
 def read_job(path: str | Path) -> JobFile[Job]:
     """The job of a file; one error names all mistakes.
@@ -72,30 +78,33 @@ def read_job(path: str | Path) -> JobFile[Job]:
     method: Any = data.get("method", {})
     name: object = method.get("name", "retraining") if isinstance(method, dict) else "retraining"
     if name not in NAMES:  # which tables and keys there may be is not decided
-        raise join_mistakes(
-            file, [f"method.name is {name!r}; it must be one of {', '.join(NAMES)}"]
-        )
+        valid = f"one of {', '.join(NAMES)}"
+        raise InputError(f"{file}: method.name is {name!r}; it must be {valid}")
     kind, mistakes = JOBS[cast(str, name)], _check_together(cast(str, name), data)
+    job = None
     try:
         job = kind.model_validate(data, context=file.absolute().parent)
     except ValidationError as error:
-        found = [sentence for item in error.errors() for sentence in _describe(kind, item)]
-        raise join_mistakes(file, dict.fromkeys([*found, *mistakes])) from None
-    if mistakes:
-        raise join_mistakes(file, mistakes)
-    return JobFile(file, job)
+        mistakes[:0] = [sentence for item in error.errors() for sentence in _describe(kind, item)]
+    refuse_mistakes(file, dict.fromkeys(mistakes))
+    return JobFile(file, cast(Job, job))
 
 
-def join_mistakes(path: Path, mistakes: Iterable[str]) -> InputError:
-    """The one error that names all mistakes.
+def refuse_mistakes(path: Path, mistakes: Iterable[str]) -> None:
+    """Refuse a job for all of its mistakes at once, if there are any.
 
-    >>> str(join_mistakes(Path("job.toml"), ["method.epsilon is -1; it must be > 0"]))
-    'job.toml: method.epsilon is -1; it must be > 0'
+    >>> refuse_mistakes(Path("job.toml"), ["method.epsilon is -1; it must be > 0"])
+    Traceback (most recent call last):
+    ...
+    expunge.errors.InputError: job.toml: method.epsilon is -1; it must be > 0
     """
-    found = list(mistakes)
-    if len(found) == 1:
-        return InputError(f"{path}: {found[0]}")
-    return InputError("\n  ".join([f"{path} has {len(found)} mistakes:", *found]))
+    match list(mistakes):
+        case []:
+            return
+        case [one]:
+            raise InputError(f"{path}: {one}")
+        case many:
+            raise InputError("\n  ".join([f"{path} has {len(many)} mistakes:", *many]))
 
 
 def _check_together(name: str, data: dict[str, Any]) -> list[str]:

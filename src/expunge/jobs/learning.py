@@ -15,10 +15,11 @@ import numpy as np
 
 import expunge
 from expunge.data.data import Data
+from expunge.data.examples import join_rows
 from expunge.errors import InputError
 from expunge.files import check_free
 from expunge.jobs.jobfile import JobFile, read_job
-from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.request import load_data, load_training
 from expunge.jobs.run import sign_release, write_release
 from expunge.jobs.tables import LearnJob, LinearJob, ShardsJob
@@ -81,10 +82,10 @@ def keep_job(state: State, made: JobFile[LearnJob]) -> None:
 @contextmanager
 def reporting() -> Generator[None]:
     """Warnings as lines of the log."""
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         yield
-    for warning in heard:
+    for warning in caught:
         LOG.info("%s", warning.message)
 
 
@@ -92,9 +93,10 @@ def make_learner(made: JobFile[LearnJob], state: Path | None, ray: bool = False)
     """The model of a job that goes on with ``state``. Call inside ``importing_from``."""
     job = made.job
     if isinstance(job, ShardsJob):
-        build = load_function("model.build", job.model.build, made.folder)
         train: Any = load_training(made, job.training)[1]
-        return expunge.Shards(build, train, **job.method.options, state=state, ray=ray)
+        return expunge.Shards(
+            made.load("model.build"), train, **job.method.options, state=state, ray=ray
+        )
     assert isinstance(job, LinearJob)
     network = load_network(made)
     with explaining("[features] cannot be made"):
@@ -110,7 +112,7 @@ def load_network(made: JobFile[LearnJob]) -> Any:
         return None
     from expunge.networks.randomness import seeded
 
-    build = load_function("model.build", made.job.model.build, made.folder)
+    build = made.load("model.build")
     with explaining("model.build failed"), seeded(0):
         network = build()
     return network.eval() if hasattr(network, "eval") else network
@@ -126,17 +128,11 @@ def split_examples(data: Data) -> tuple[Any, Any]:
     rows = [data.examples[i] for i in range(len(data))]
     if not all(isinstance(row, tuple | list) and len(row) == 2 for row in rows):
         raise InputError("data.load must return examples (input, target) for a linear model")
-    inputs, targets = zip(*rows, strict=True)
-    plain = np.asarray([y.tolist() if hasattr(y, "tolist") else y for y in targets])
-    if not hasattr(inputs[0], "detach"):
-        return np.stack(list(inputs)), plain
-    import torch
-
-    return torch.stack(list(inputs)), plain
+    inputs, targets = join_rows([tuple(row) for row in rows])
+    return np.asarray(inputs) if isinstance(inputs, list) else inputs, np.asarray(targets)
 
 
 def count_examples(learner: Any) -> int:
-    """How many examples are in a state."""
     return len(learner) if hasattr(learner, "__len__") else learner._open().sums.rows
 
 

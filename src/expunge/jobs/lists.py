@@ -110,6 +110,8 @@ def _check_cell(where: str, column: str, cell: str) -> str:
 
 def _check_column(file: Path, column: str | None, columns: list[str]) -> str:
     """The column, which must be there once."""
-    if column is None or columns.count(column) != 1:
+    if column is None:
+        raise InputError(f"{file} needs --column, the name of the column with the names: {columns}")
+    if columns.count(column) != 1:
         raise InputError.of(f"column of {file}", column, f"one of {columns}, there once")
     return column

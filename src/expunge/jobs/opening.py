@@ -144,9 +144,7 @@ class OpenShards:
         """Those of them who have examples; neither the job nor the network is asked."""
         from expunge.exact.shards_slices import Slices
 
-        state = self._state
-        owners = Slices.read(state).list_owners()
-        return [name for name in dict.fromkeys(read_people(people)) if state.name(name) in owners]
+        return Slices.read(self._state).find_people(people)
 
     def forgot(self, people: Iterable[Any]) -> list[str]:
         """Those of them who were forgotten."""

@@ -8,13 +8,14 @@ from typing import Any
 import expunge
 from expunge.certificates.certificate import Certificate
 from expunge.certificates.people import find_members
-from expunge.certificates.record import Record, list_versions
+from expunge.certificates.record import Record, compare_versions
 from expunge.certificates.release import check_record
+from expunge.certificates.verification import verify
 from expunge.data.data import Data
 from expunge.errors import InputError, VerificationError
 from expunge.jobs.jobfile import JobFile, read_job
 from expunge.jobs.learning import load_network, make_learner, split_examples
-from expunge.jobs.loading import explaining, importing_from, load_function
+from expunge.jobs.loading import explaining, importing_from
 from expunge.jobs.request import load_data, load_training
 from expunge.jobs.tables import NOISY, LearnJob, ShardsJob, UnlearnJob
 from expunge.manifests import read_kind
@@ -29,7 +30,7 @@ def replay_job(folder: str | Path, path: str | Path) -> list[str]:
     place = Path(folder)
     if not (place / "certificate.json").is_file():
         raise InputError.of("DIR", str(folder), "the folder of a release")
-    certificate, made = Certificate.load(place / "certificate.json"), read_job(path)
+    certificate, made = verify(place).certificate, read_job(path)
     name, asked = certificate.method, made.job.method.name
     if name in NOISY:
         raise InputError(
@@ -41,13 +42,14 @@ def replay_job(folder: str | Path, path: str | Path) -> list[str]:
     with importing_from(made.folder), explaining(failed):
         data, notes = load_data(made), ()
         if isinstance(made.job, UnlearnJob):
-            build = load_function("model.build", made.job.model.build, made.folder)
+            build = made.load("model.build")
             train: Any = load_training(made, made.job.training)[1]
             found = expunge.replay(place, build, data, train=train, device=made.job.model.device)
             differences, causes, notes = found.differences, found.causes, found.notes
         else:
             differences = _replay_learned(made.of(LearnJob), place, data)
-            causes = _list_causes(certificate)
+            causes = compare_versions(certificate.environment.versions)
+            causes.append("another processor, or code that draws on what no seed decides")
     if differences:
         said = "".join(f"\n  it may be: {cause}" for cause in causes)
         raise VerificationError(f"{folder} does not come out again: {'; '.join(differences)}{said}")
@@ -72,13 +74,3 @@ def _replay_learned(made: JobFile[LearnJob], place: Path, data: Data) -> list[st
     from expunge.linear_model import replay
 
     return replay(place, split_examples(retained), load_network(made))
-
-
-def _list_causes(certificate: Certificate) -> list[str]:
-    then = certificate.environment.versions
-    causes = [
-        f"{name} was {then.get(name)}, here it is {found}"
-        for name, found in list_versions().items()
-        if then.get(name) != found
-    ]
-    return [*causes, "another processor, or code that draws on what no seed decides"]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from expunge.certificates.hashes import hash_tensors
 from expunge.certificates.release import check_releases
 from expunge.data.data import Data
 from expunge.data.people import read_people
-from expunge.errors import ExpungeError, InputError
-from expunge.jobs.jobfile import JobFile, join_mistakes
+from expunge.errors import InputError, collecting
+from expunge.jobs.jobfile import JobFile, refuse_mistakes
 from expunge.jobs.lists import read_list
-from expunge.jobs.loading import explaining, load_function
+from expunge.jobs.loading import explaining
 from expunge.jobs.options import find_loss
 from expunge.jobs.tables import OWN_LOSS, Job, NoisyTable, TrainingTable, UnlearnJob
 
@@ -39,21 +38,6 @@ class Request:
     batches: dict[str, Any]
 
 
-@contextmanager
-def collecting(problems: list[str]) -> Generator[None]:
-    """What is refused is one of several problems: the next step may find another."""
-    try:
-        yield
-    except ExpungeError as error:
-        problems.append(str(error))
-
-
-def refuse_all(path: Path, problems: list[str]) -> None:
-    """Refuse a job for all of its problems at once, if there are any."""
-    if problems:
-        raise join_mistakes(path, problems)
-
-
 def load_request(
     made: JobFile[UnlearnJob],
     forget: Iterable[Any] | None = None,
@@ -67,13 +51,13 @@ def load_request(
         given = read_request_list(made) if forget is None else read_people(forget, "forget")
         found["people"] = tuple(given)
     with collecting(problems):
-        found["build"] = load_function("model.build", job.model.build, made.folder)
+        found["build"] = made.load("model.build")
     with collecting(problems):
         found["loss"], train = load_training(made, job.training)
     with collecting(problems):
         found["data"] = load_data(made)
     if problems:
-        refuse_all(made.path, [*before, *problems])
+        refuse_mistakes(made.path, [*before, *problems])
     options = {
         "forget": found["people"],
         "train": train,
@@ -105,13 +89,11 @@ def check_second(made: JobFile[UnlearnJob], request: Request, target: Path) -> N
 
 
 def read_request_list(made: JobFile[UnlearnJob]) -> list[str]:
-    """The people in the job's own list."""
     return read_list(made.locate(made.job.data.forget), made.job.data.column)
 
 
 def load_data(made: JobFile[Job]) -> Data:
-    """What ``load()`` returns, which must be ``expunge.Data``."""
-    load = load_function("data.load", made.job.data.load, made.folder)
+    load = made.load("data.load")
     with explaining("data.load failed"):
         data = load()
     if not isinstance(data, Data):
@@ -131,11 +113,11 @@ def load_training(
     if table is None:
         return loss, None
     if table.loss is not None and ":" in table.loss:
-        loss["loss"] = load_function("training.loss", table.loss, made.folder)
+        loss["loss"] = made.load("training.loss")
     elif table.loss is not None:
         loss["loss"] = None if table.loss == OWN_LOSS else find_loss(table.loss)
     if table.function is not None:
-        return loss, load_function("training.function", table.function, made.folder)
+        return loss, made.load("training.function")
     if not table.options:
         return loss, None
     return loss, expunge.Training(**table.options, progress=True, **loss)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import expunge
 from expunge.jobs.jobfile import JobFile, read_job
-from expunge.jobs.loading import importing_from, load_function
+from expunge.jobs.loading import importing_from
 from expunge.jobs.request import load_data, read_request_list
 from expunge.jobs.tables import NOISY, NoisyTable, ShardsJob, UnlearnJob
 
@@ -65,19 +65,12 @@ def find_routes(path: str | Path) -> Routes:
         if isinstance(made.job, UnlearnJob):
             return _plan_unlearn(made.of(UnlearnJob), setting)
     job, own = made.job, LINEAR
-    notes = ["Learning all of it is one pass over the data, once; no old model is needed."]
     if isinstance(job, ShardsJob):
-        given = job.method.options
-        sizes = given.get("shards", SHARDS), given.get("slices", SLICES)
-        own = _describe_shards(*sizes, 1)
-        many = [k for k in (1, 10, 100) if k <= max(1, len(data.people))]
-        parts = ", ".join(f"{k:,}: {expect_work(*sizes, k):.2f}" for k in many)
-        notes = [
-            "Learning all of it costs 1 training, once; no old model is needed.",
-            f"Trainings that a request of so many people costs on average: {parts}.",
-        ]
+        options = {"shards": SHARDS, "slices": SLICES} | job.method.options
+        own = _describe_shards(options["shards"], options["slices"])
+    note = "Learning is 1 training, of a linear model 1 pass over the data; no old model is needed."
     then = f"expunge learn {made.path} && expunge forget {job.state.dir} LIST --out release-2"
-    return Routes(setting, own.name, (own,), tuple(notes), then)
+    return Routes(setting, own.name, (own,), (note,), then)
 
 
 def expect_work(shards: int, slices: int, people: int) -> float:
@@ -101,7 +94,7 @@ def _plan_unlearn(made: JobFile[UnlearnJob], setting: str) -> Routes:
     from expunge.networks.tensors import list_published, list_trainable
     from expunge.noisy.choice import choose_scale
 
-    module = call_build(load_function("model.build", made.job.model.build, made.folder))
+    module = call_build(made.load("model.build"))
     start, people = list_trainable(module), len(read_request_list(made))
     size = sum(tensor.numel() for tensor in start.values())
     frozen = sum(tensor.numel() for tensor in list_published(module).values())
@@ -135,12 +128,13 @@ def _plan_unlearn(made: JobFile[UnlearnJob], setting: str) -> Routes:
     )
 
 
-def _describe_shards(shards: int, slices: int, people: int) -> Route:
-    who = "1 person" if people == 1 else f"{people:,} people"
+def _describe_shards(shards: int, slices: int, people: int = 1) -> Route:
+    sizes = sorted({1, 10, 100, people})
+    costs = [f"{expect_work(shards, slices, k):.2f} for {k:,}" for k in sizes]
     return Route(
         "shards",
         f"every one of {shards} networks that the request does not touch",
-        f"{expect_work(shards, slices, people):.2f} trainings on average for {who}, with {shards} "
-        f"shards of {slices} slices",
+        f"trainings on average, with {shards} shards of {slices} slices, by the number of people "
+        f"who leave: {', '.join(costs)}",
         "training this way from the beginning; an ensemble answers (expunge init DIR --shards)",
     )

@@ -84,7 +84,6 @@ def run_job(
 
 
 def find_target(made: JobFile[UnlearnJob], out: str | Path | None) -> Path:
-    """Where the release goes: ``out``, else the job's own folder."""
     return made.locate(made.job.output.dir) if out is None else Path(out)
 
 

@@ -19,6 +19,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 import expunge
 from expunge.certificates.signing import sign_bytes
+from expunge.errors import ExpungeError
 from expunge.jobs.options import find_loss, list_options, suggest, try_options
 from expunge.recipes import METHODS, Execution, NoisyRecipe, from_dict
 
@@ -42,7 +43,10 @@ def _check_path(given: str, info: ValidationInfo) -> str:
 
 def _check_key(given: str, info: ValidationInfo) -> str:
     """A key that cannot sign is refused before anything is trained, not after."""
-    sign_bytes(b"", cast(Path, info.context) / Path(given).expanduser())
+    try:
+        sign_bytes(b"", cast(Path, info.context) / Path(given).expanduser())
+    except ExpungeError as error:
+        raise ValueError(str(error)) from None
     return given
 
 
@@ -83,7 +87,6 @@ class OpenTable(Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The further keys."""
         return dict(self.model_extra or {})
 
     def try_options(
@@ -165,9 +168,9 @@ class FeaturesTable(OpenTable):
     """The keywords of ``expunge.Features``."""
 
     def find_mistakes(self) -> list[str]:
-        known = list_options(expunge.Features)
-        unknown = [key for key in self.options if key not in known]
-        return [f"{key} is not an option of Features; {suggest(key, known)}" for key in unknown]
+        names = list_options(expunge.Features)
+        unknown = [key for key in self.options if key not in names]
+        return [f"{key} is not an option of Features; {suggest(key, names)}" for key in unknown]
 
 
 class RetrainingTable(Table):
@@ -230,7 +233,6 @@ class LinearTable(OpenTable):
 
     @property
     def kind(self) -> Callable[..., Any]:
-        """The class of the estimator."""
         from expunge import linear_model
 
         return getattr(linear_model, self.estimator)

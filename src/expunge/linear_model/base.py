@@ -3,6 +3,7 @@ estimators is in their base classes; what it solves is in its subclasses."""
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -240,7 +241,10 @@ class LinearModel(BaseEstimator):
     def __sklearn_clone__(self) -> Self:
         """Unfitted, with the same parameters; a state is never shared."""
         given = self.get_params(deep=False) | {"state": None}
-        return type(self)(**{name: clone(value, safe=False) for name, value in given.items()})
+        made = type(self)(**{name: clone(value, safe=False) for name, value in given.items()})
+        if (asked := vars(self).get("_metadata_request")) is not None:  # by set_fit_request
+            vars(made)["_metadata_request"] = copy.deepcopy(asked)
+        return made
 
     def _expand(self, X: Any) -> Array:
         """The columns of rows to predict."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +14,7 @@ from expunge.errors import ExpungeError, InputError, describe_error
 from expunge.networks.randomness import seeded
 from expunge.networks.tensors import list_trainable, read_extra_state, unwrap
 
-_BUILT: WeakKeyDictionary[nn.Module, bytes] = WeakKeyDictionary()  # and their extra state
+_BUILT: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()  # and their extra state
 
 
 def call_build(
@@ -52,7 +51,7 @@ def call_build(
     again = "it must make a new one at every call"
     if inner in _BUILT:
         raise InputError(f"build() returned one and the same module twice; {again}")
-    _BUILT[inner] = _save(read_extra_state(model))
+    _BUILT[inner] = repr(read_extra_state(model))
     if not trainable:
         valid = "one that has a parameter with requires_grad"
         raise InputError(f"build() returned a module with nothing to train; it must be {valid}")
@@ -69,18 +68,10 @@ def call_build(
 
 def check_extra_state(module: nn.Module) -> None:
     """Warn where training changed what ``get_extra_state`` gives: a release does not hold it."""
-    inner = unwrap(module)
-    built = _BUILT.get(inner)
-    if built and _save(found := read_extra_state(inner)) != built:
+    built = _BUILT.get(unwrap(module), "{}")
+    if built != "{}" and repr(found := read_extra_state(module)) != built:
         warnings.warn(
             f"training changed {next(iter(found))} (get_extra_state), which a release does not "
             "hold: load_model gives build()'s again; keep it in a registered buffer",
             stacklevel=3,
         )
-
-
-def _save(state: dict[str, Any]) -> bytes:
-    try:
-        return pickle.dumps(state) if state else b""
-    except Exception:  # somebody's class; then nothing is compared
-        return b""

@@ -150,23 +150,24 @@ def _match(
     if isinstance(old, nn.Module):  # whose adapter may have another name
         given |= {n: given[place] for n, place in list_file_names(old).items()}
     readings: dict[str, list[tuple[str, str, Tensor]]] = {}
-    for name, tensor in given.items():
-        for prefix, rest in _split(_WRAPPERS.sub("", name)):
-            if rest in names:
-                readings.setdefault(prefix, []).append((names[rest], name, tensor))
+    for place, tensor in given.items():
+        parts = _WRAPPERS.sub("", place).split(".")
+        for k in range(len(parts)):
+            if (rest := ".".join(parts[k:])) in names:
+                readings.setdefault(".".join(parts[:k]), []).append((names[rest], place, tensor))
     if not readings:
         return {}
     chosen = _choose(readings, own)
     if key is not None:
-        inside = {p: found for p, found in readings.items() if p.startswith(f"{key}.")}
-        inside = inside or {p: found for p, found in readings.items() if f".{key}." in f".{p}"}
+        inside = {p: found for p, found in readings.items() if f"{p}.".startswith(f"{key}.")}
+        inside = inside or {p: found for p, found in readings.items() if f".{key}." in f".{p}."}
         if not inside:
-            places = [repr(prefix[:-1]) for prefix in chosen if prefix]
+            places = [repr(prefix) for prefix in chosen if prefix]
             valid = f"one of {', '.join(places)}" if places else "left out"
             raise InputError.of(f"key of {field}", key, valid)
         chosen = _choose(inside, own)
     if len(chosen) > 1:
-        places = " and in ".join(sorted(repr(prefix[:-1]) for prefix in chosen))
+        places = " and in ".join(sorted(map(repr, chosen)))
         raise InputError(f"{field} has weights in {places} that fit; choose one by key=")
     kept: Named = {}
     for name, place, tensor in readings[chosen[0]]:
@@ -182,24 +183,13 @@ def _choose(
     readings: Mapping[str, list[tuple[str, str, Tensor]]], own: Mapping[str, Tensor]
 ) -> list[str]:
     """The prefixes under which most tensors have a name and its shape; of those that only read on
-    from another (``model.`` and ``model.teacher.``), the shorter."""
+    from another (``model`` and ``model.teacher``), the shorter."""
     ranks = {
         prefix: (len({n for n, _, t in found if t.shape == own[n].shape}), len(found))
         for prefix, found in readings.items()
     }
     best = [prefix for prefix, rank in ranks.items() if rank == max(ranks.values())]
-    return [p for p in best if not any(p != other and p.startswith(other) for other in best)]
-
-
-def _split(name: str) -> Iterator[tuple[str, str]]:
-    """Every way to take a prefix from a name.
-
-    >>> list(_split("model.0.bias"))
-    [('', 'model.0.bias'), ('model.', '0.bias'), ('model.0.', 'bias')]
-    """
-    yield "", name
-    for match in re.finditer(r"\.", name):
-        yield name[: match.end()], name[match.end() :]
+    return [p for p in best if not any(p != o and (not o or p.startswith(f"{o}.")) for o in best)]
 
 
 def read_tensors(old: object, field: str = "old") -> Named:

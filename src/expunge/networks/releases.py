@@ -127,14 +127,7 @@ def load_model(run: str | Path, build: Callable[[], nn.Module]) -> nn.Module:
     ``expunge.verify``.
     """
     folder = Path(run)
-    if not (folder / CERTIFICATE).is_file():
-        raise InputError.of("run", str(folder), f"the folder of a release, with {CERTIFICATE}")
     certificate = Certificate.load(folder / CERTIFICATE)
-    if certificate.statistics is not None or certificate.sharding is not None:
-        shards = "shards; expunge.exact.shards_ensemble.load_ensemble(run, build)"
-        kind = "a linear model; expunge.linear_model.load(run)"
-        kind = kind if certificate.sharding is None else shards
-        raise InputError(f"{folder} is the release of {kind} reads it")
     module, weights = call_build(build, int(certificate.seed)), certificate.weights
     own = list_tensors(module)
     if (folder / WEIGHTS).is_file():

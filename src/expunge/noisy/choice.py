@@ -25,7 +25,7 @@ def choose_scale(tensors: Mapping[str, Tensor]) -> float | None:
     """The noise that may be left in each weight: a tenth of the smallest layer, √(Σ x_i² / n).
 
     Tensors of zeros (biases, the B of a LoRA adapter) have no scale of their own, and take what the
-    others allow. None if all are zeros: then nothing is known.
+    others allow. None if all are zeros.
 
     >>> choose_scale({"weight": torch.full((2, 2), 0.5), "bias": torch.zeros(2)})
     0.05

@@ -73,13 +73,11 @@ class SystemNoise:
 
     The key stays in the memory of the process. It is in no representation, file or record.
 
-    >>> SystemNoise().releasable
-    True
+    >>> SystemNoise().begin()
+    NoiseStream(step=0, position=0)
     """
 
     source: ClassVar[Literal["system"]] = "system"
-    releasable: ClassVar[bool] = True
-    seed: ClassVar[None] = None
 
     def begin(self) -> NoiseStream:
         """A new stream with a key of its own: a second or resumed run repeats no draw."""
@@ -101,7 +99,6 @@ class SeededNoise:
     seed: int
 
     source: ClassVar[Literal["seeded"]] = "seeded"
-    releasable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", _check_whole("seed", self.seed, SEEDS))

@@ -160,7 +160,7 @@ class Processes:
 
     def _mark(self, error: ExpungeError) -> ExpungeError:
         """Only rank 0 prints an error that every process raises."""
-        error.told_by_another = not self.leads
+        error.printed_elsewhere = not self.leads
         return error
 
 

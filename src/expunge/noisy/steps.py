@@ -190,7 +190,6 @@ class Steps:
         self.keys += 1
 
     def trace(self) -> Trace:
-        """What every step did."""
         columns: dict[str, Any] = {
             name: tuple(column)
             for name, column in zip(Trace.model_fields, self.columns.T.tolist(), strict=True)

@@ -209,10 +209,14 @@ def sum_squares(v: Array) -> float:
     >>> sum_squares(np.ones(10_000))
     10000.0
     """
+    return _sum_pieces(v)
+
+
+def _sum_pieces(v: Array) -> float:
     if v.size <= _SHORT:
         return float(np.dot(v, v))
     part = _SHORT if v.size <= _LONG else _LONG
-    return sum([sum_squares(v[a : a + part]) for a in range(0, v.size, part)])
+    return sum([_sum_pieces(v[a : a + part]) for a in range(0, v.size, part)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 480.0, 250.0
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 12.0, 34.0, 38.0
 _CELL, _SIDE = 22.0, 10
-_MOST_POINTS = 300
 
 
 def draw_hundred(count: float, words: str) -> str:
@@ -34,13 +33,11 @@ def draw_hundred(count: float, words: str) -> str:
     return _wrap(words, size, size, squares)
 
 
-def draw_lines(
-    lines: Mapping[str, Points], words: str, x_label: str, y_label: str, *, powers: bool = False
-) -> str:
-    """Lines over one pair of axes; with ``powers`` y is an exponent of ten.
+def draw_lines(lines: Mapping[str, Points], words: str, x_label: str, y_label: str) -> str:
+    """Lines over one pair of axes; y is an exponent of ten.
 
-    >>> drawn = draw_lines({"noise": [(0, 1.0), (1, 2.0)]}, "It grows.", "step", "norm")
-    >>> drawn.count("<polyline"), "It grows." in drawn
+    >>> drawn = draw_lines({"centre": [(0, -1.0), (1, -2.0)]}, "It falls.", "epsilon", "delta")
+    >>> drawn.count("<polyline"), "It falls." in drawn
     (1, True)
     """
     points = [point for line in lines.values() for point in line]
@@ -59,13 +56,12 @@ def draw_lines(
         parts.append(_write(x, HEIGHT - BOTTOM + 15, f"{value:g}", "middle"))
     for value in find_ticks(y_low, y_high):
         _, y = place((x_low, value))
-        shown = f"1e{value:g}" if powers else f"{value:g}"
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_write(LEFT - 6, y + 4, shown, "end"))
+        parts.append(_write(LEFT - 6, y + 4, f"1e{value:g}", "end"))
     parts.append(_write((LEFT + WIDTH) / 2, HEIGHT - 4, x_label, "middle"))
     parts.append(_write(4, 14, y_label, "start"))
     for number, (name, line) in enumerate(lines.items()):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, _thin(line)))
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, line))
         parts.append(f'<polyline class="line s{number % 4}" points="{path}"/>')
         start = 90 + 190 * number
         parts.append(f'<path class="line s{number % 4}" d="M{start} 10h22"/>')
@@ -83,19 +79,6 @@ def find_ticks(low: float, high: float, most: int = 5) -> list[float]:
     step = next(m * power for m in (1, 2, 5, 10) if (high - low) / (m * power) <= most)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [float(f"{n * step:.12g}") for n in range(first, last + 1)]
-
-
-def _thin(line: Points) -> Points:
-    """Few enough points to draw; the lowest and highest of each stretch stay."""
-    stretch = math.ceil(2 * len(line) / _MOST_POINTS)
-    if stretch <= 1:
-        return line
-    kept = list[tuple[float, float]]()
-    for begin in range(0, len(line), stretch):
-        part = line[begin : begin + stretch]
-        ends = {min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
 
 
 def _find_range(values: Sequence[float]) -> tuple[float, float]:

@@ -1,28 +1,28 @@
 """A release as one self-contained HTML page, made only of a certificate that holds.
 
-The operator's copy shows figures of the run's trace and of the old model, which no noise covers;
-``public=True`` leaves all of them out.
+The operator's copy shows what was measured on the old model, which no noise covers;
+``public=True`` leaves that out.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import AfterValidator, Field, ValidationError
 
 from expunge.accounting.guarantee import log_delta
 from expunge.certificates.certificate import Certificate
-from expunge.certificates.record import Record, Trace
+from expunge.certificates.fields import Model
 from expunge.certificates.release import RECORD
 from expunge.certificates.signing import fingerprint
 from expunge.certificates.verification import OTHER_FILES, Verification, verify
 from expunge.certificates.wording import list_facts, name_unseen
 from expunge.display import clean, round_up
 from expunge.errors import CertificateError, InputError
-from expunge.files import read_limited, refuse_twice, write_atomic
+from expunge.files import read_limited, write_atomic
 from expunge.recipes import ComparedTo, is_exact
 from expunge.report.charts import draw_hundred, draw_lines
 
@@ -32,6 +32,31 @@ if TYPE_CHECKING:
 MAX_BYTES = 10_000_000
 _POINTS = 41
 _PUBLIC_COLUMNS, _COLUMNS = ("retain", "test"), ("retain", "forget", "test")
+
+
+def _check_part(accuracy: float) -> float:
+    if math.isinf(accuracy):
+        raise ValueError("it must be from 0 to 1")
+    return min(max(accuracy, 0.0), 1.0)
+
+
+Accuracy = Annotated[float, AfterValidator(_check_part)] | None
+
+
+class Stage(Model, extra="ignore", allow_inf_nan=True):
+    """A row of accuracies."""
+
+    stage: str
+    retain: Accuracy = None
+    forget: Accuracy = None
+    test: Accuracy = None
+
+
+class Metrics(Model, extra="ignore"):
+    """What a job measured on the old model and on the released one."""
+
+    stages: tuple[Stage, ...] = ()
+    cost: dict[str, float | str] = Field(default_factory=dict)
 
 
 def write_report(folder: str | Path, public: bool = False) -> Path:
@@ -48,37 +73,33 @@ def write_report(folder: str | Path, public: bool = False) -> Path:
     if not place.is_dir():
         raise InputError.of("folder", str(folder), "the folder of a release")
     found = verify(place)
-    record = place / RECORD
-    if not public and not record.exists():
+    if not public and not (place / RECORD).exists():
         raise CertificateError(f"{place} has no {RECORD}; without it only --public is possible")
-    kept = None if public else Record.load(record)
-    metrics = place / "metrics.json"
-    measured = _read_metrics(metrics) if metrics.exists() else {}
-    text = render_report(found, kept, measured)
+    text = render_report(found, _read_metrics(place / "metrics.json"), public)
     target = place / ("report-public.html" if public else "report.html")
     write_atomic(target, text.encode("utf-8"), private=not public)
     return target
 
 
-def render_report(
-    verification: Verification, record: Record | None, metrics: Mapping[str, Any]
-) -> str:
-    """The page as text; without a record, the public one."""
+def render_report(verification: Verification, metrics: Metrics, public: bool) -> str:
+    """The page as text."""
     from markupsafe import Markup
 
     c = verification.certificate
-    facts = list_facts(c)
+    facts, stages = list_facts(c), metrics.stages
     pictures = [
         ("What can survive", facts["survival"], draw_hundred(100 * c.survival_bound, "")),
         *_draw_trade_off(c),
-        *([] if record is None or record.trace is None else _draw_trace(record.trace)),
     ]
+    if public:  # of the released model alone, on retained and test data
+        stages = [stage for stage in stages if stage.stage.startswith("after")][-1:]
+    columns = _PUBLIC_COLUMNS if public else _COLUMNS
     return (
         _make_environment()
         .get_template("report.html.j2")
         .render(
             c=c,
-            public=record is None,
+            public=public,
             checked=verification.checked,
             unchecked=[line for line in verification.unchecked if not line.startswith(OTHER_FILES)],
             facts=facts,
@@ -86,9 +107,9 @@ def render_report(
             guess=round_up(50 * (1 + _find_distance(c)), 4),
             key="nobody" if c.signature is None else fingerprint(c.signature.public_key),
             pictures=[(title, words, Markup(drawn)) for title, words, drawn in pictures],
-            stages=_list_stages(metrics, record is None),
-            cost={} if record is None else _read_table(metrics.get("cost")),
-            columns=_PUBLIC_COLUMNS if record is None else _COLUMNS,
+            stages=[(s.stage, [_show(getattr(s, name)) for name in columns]) for s in stages],
+            cost={} if public else metrics.cost,
+            columns=columns,
         )
     )
 
@@ -123,60 +144,24 @@ def _draw_trade_off(c: Certificate) -> list[tuple[str, str, str]]:
     )
     if not lines:
         return []
-    drawn = draw_lines(lines, words, "epsilon", "delta", powers=True)
+    drawn = draw_lines(lines, words, "epsilon", "delta")
     return [("Epsilon against delta", words, drawn)]
 
 
-def _draw_trace(trace: Trace) -> list[tuple[str, str, str]]:
-    """Norms of the noisy steps: confidential."""
-    lines = {
-        name: [(float(step), value) for step, value in enumerate(column)]
-        for name, column in (("model", trace.model_norm), ("noise", trace.noise_norm))
-        if column
-    }
-    words = f"Norms in {len(trace)} noisy steps, before each noise. Confidential."
-    drawn = draw_lines(lines, words, "step", "norm") if lines else ""
-    return [("The noisy steps", words, drawn)] if lines else []
-
-
-def _read_metrics(path: Path) -> dict[str, Any]:
-    raw = read_limited(path, MAX_BYTES, "metrics")
+def _read_metrics(path: Path) -> Metrics:
+    if not path.exists():
+        return Metrics()
     try:
-        plain = json.loads(raw, object_pairs_hook=refuse_twice)
-    except (ValueError, RecursionError) as error:
-        raise CertificateError(f"{path} is not JSON: {clean(str(error))}") from None
-    return _read_table(plain)
+        return Metrics.model_validate_json(read_limited(path, MAX_BYTES, "metrics"))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        said = f"{path} is not usable: {where} {first['msg']}"
+        raise CertificateError(clean(said)) from None
 
 
-def _read_table(value: object) -> dict[str, Any]:
-    return cast(dict[str, Any], value) if isinstance(value, dict) else {}
-
-
-def _list_stages(metrics: Mapping[str, Any], public: bool) -> list[tuple[str, list[str]]]:
-    """Accuracies stage by stage; of the public, the released model's on retained and test data."""
-    given = metrics.get("stages")
-    stages = (
-        [_read_table(row) for row in cast(list[object], given)] if isinstance(given, list) else []
-    )
-    if public:
-        stages = [row for row in stages if str(row.get("stage", "")).startswith("after")][-1:]
-    columns = _PUBLIC_COLUMNS if public else _COLUMNS
-    return [
-        (str(row.get("stage", "")), [_show(row.get(name)) for name in columns]) for row in stages
-    ]
-
-
-def _show(value: object) -> str:
-    """A part of all, in percent."""
-    if not isinstance(value, float | int) or isinstance(value, bool):
-        return "–"
-    try:
-        part = float(value)
-    except OverflowError:
-        raise CertificateError(
-            "metrics.json has an accuracy of hundreds of digits; it must be from 0 to 1"
-        ) from None
-    return "–" if math.isnan(part) else f"{100 * min(max(part, 0.0), 1.0):.2f} %"
+def _show(accuracy: float | None) -> str:
+    return "–" if accuracy is None or math.isnan(accuracy) else f"{100 * accuracy:.2f} %"
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from expunge.data.examples import Kind, count, find_kind, map_columns
-from expunge.errors import InputError, UnlearningError
+from expunge.data.examples import Kind, count, find_kind, map_columns, read_one, select
+from expunge.errors import UnlearningError
 from expunge.networks.randomness import derive_seed
+from expunge.recipes import check_value
 
 Collate = Callable[[list[Any]], Any]
 Loader = Callable[[Any, int], Iterable[Any]]
@@ -41,8 +42,8 @@ class Batches:
         loader: Loader | None = None,
         shuffle: bool = True,
     ) -> None:
-        check_batch_size(batch_size)
-        self.batch_size, self.seed, self.collate, self.loader = batch_size, seed, collate, loader
+        self.batch_size: int = check_value("whole", "batch_size", batch_size)
+        self.seed, self.collate, self.loader = seed, collate, loader
         self.kind: Kind = find_kind(examples)
         self.shuffle = shuffle and self.kind != "stream"
         if collate is None and loader is None:  # else rows stay of the kind they are
@@ -60,7 +61,7 @@ class Batches:
     def _length(self) -> int:
         """Batches of a pass; where nobody can know that without reading it, it is read."""
         if self.loader is None and self.kind != "stream":
-            return len(self._cut(range(self._rows)))
+            return len(self._cut(self._rows))
         made = self.read(0) if self.loader is None else self.loader(self.examples, self.seed)
         try:
             return len(cast(Any, made))
@@ -76,8 +77,7 @@ class Batches:
         if self.loader is not None:
             return iter(self.loader(self.examples, seed))
         if self.kind in ("columns", "frame") and self.collate is None:
-            order = self._cut(self._draw(seed))
-            return (map_columns(self.examples, lambda c, at=at: _take(c, at)) for at in order)
+            return (select(self.examples, self.kind, places) for places in self._draw(seed))
         return iter(self._load(seed))
 
     def repeat(self, taken: int = 0) -> Iterator[Any]:
@@ -98,35 +98,29 @@ class Batches:
                 raise UnlearningError("the data give no batch; there must be at least one example")
             skip = 0
 
-    def _cut(self, order: Any) -> list[Any]:
-        """Batches of places; a last one alone joins the batch before: BatchNorm takes no single."""
-        size, starts = self.batch_size, list(range(0, len(order), self.batch_size))
-        if len(order) % size == 1 and len(starts) > 1 and size > 1:
+    def _cut(self, rows: int) -> list[tuple[int, int]]:
+        """Where batches begin and end; a last row alone joins the batch before: BatchNorm takes no
+        single."""
+        size, starts = self.batch_size, list(range(0, rows, self.batch_size))
+        if rows % size == 1 and len(starts) > 1 and size > 1:
             starts.pop()
-        return [order[a:b] for a, b in itertools.pairwise([*starts, len(order)])]
+        return list(itertools.pairwise([*starts, rows]))
 
-    def _draw(self, seed: int) -> Tensor:
-        if not self.shuffle:
-            return torch.arange(self._rows)
-        return torch.randperm(self._rows, generator=torch.Generator().manual_seed(seed))
+    def _draw(self, seed: int) -> list[Tensor]:
+        """The places of each batch."""
+        order = torch.arange(self._rows)
+        if self.shuffle:
+            order = torch.randperm(self._rows, generator=torch.Generator().manual_seed(seed))
+        return [order[a:b] for a, b in self._cut(self._rows)]
 
     def _load(self, seed: int) -> Iterable[Any]:
         examples: Any = self.examples
-        if self.kind == "frame":
-            examples = [examples.iloc[r] for r in range(self._rows)]
-        if self.kind == "columns":
-            columns = getattr(examples, "tensors", examples)
-            examples = [map_columns(columns, lambda c, r=r: c[r]) for r in range(self._rows)]
         if self.kind == "stream":
             return DataLoader(examples, batch_size=self.batch_size, collate_fn=self.collate)
-        places = [batch.tolist() for batch in self._cut(self._draw(seed))]
+        if self.kind in ("columns", "frame"):
+            examples = [read_one(examples, self.kind, place) for place in range(self._rows)]
+        places = [batch.tolist() for batch in self._draw(seed)]
         return DataLoader(examples, batch_sampler=places, collate_fn=self.collate)
-
-
-def check_batch_size(batch_size: object) -> None:
-    """Refuse what is no whole number above 0."""
-    if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-        raise InputError.of("batch_size", batch_size, "a whole number >= 1")
 
 
 def _to_column(column: Any) -> Any:
@@ -141,32 +135,16 @@ def _to_column(column: Any) -> Any:
     return made.to(torch.get_default_dtype()) if array.dtype == np.float64 else made
 
 
-def _take(column: Any, places: Tensor) -> Any:
-    """A copy of these places; by ``index_select``, in a fifth of the time of an index."""
-    if isinstance(column, Tensor):
-        return column.index_select(0, places.to(column.device))
-    if hasattr(column, "iloc"):
-        return column.iloc[places.numpy()]
-    return [column[place] for place in places.tolist()]
+def map_tensors(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The batch with every tensor changed, and what else can be moved to a device (packed
+    sequences); tuples, lists and mappings keep their kind."""
 
+    def visit(part: Any) -> Any:
+        if isinstance(part, list):
+            return [map_tensors(item, change) for item in cast(list[Any], part)]
+        return change(part) if hasattr(part, "to") and not isinstance(part, type) else part
 
-def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The batch with every tensor changed; tuples, lists and mappings keep their kind."""
-    match batch:
-        case Tensor():
-            return change(batch)
-        case list() | tuple():
-            changed = [map_tensors(item, change) for item in cast(Sequence[Any], batch)]
-            if hasattr(cast(Any, batch), "_fields"):
-                return type(batch)(*changed)
-            return changed if isinstance(batch, list) else tuple(changed)
-        case Mapping():
-            items = cast(Mapping[str, Any], batch).items()
-            return {key: map_tensors(value, change) for key, value in items}
-        case _ if hasattr(batch, "to") and not isinstance(batch, type):
-            return change(batch)  # packed sequences, encodings of tokenizers
-        case _:
-            return batch
+    return map_columns(batch, visit)
 
 
 def move_batch(batch: Any, device: torch.device) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,20 +57,8 @@ def evaluate(
 
 def _measure(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[float, int | None]:
     """Loss of a batch, and how many of its classes are right."""
-    if loss is cross_entropy:  # a mapping's is that of the model itself
-        loss = None if isinstance(batch, Mapping) else _compare_classes
     value, output, target = run_batch(model, batch, loss)
     return float(value), count_hits(getattr(output, "logits", output), target)
-
-
-def _compare_classes(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy with classes or their probabilities, not with other real numbers."""
-    if target.is_floating_point() and (output.shape != target.shape or output.shape[1:] == (1,)):
-        raise InputError(
-            "loss is cross_entropy, and the targets are real numbers; it must be one that fits "
-            "them, such as torch.nn.functional.mse_loss"
-        )
-    return cross_entropy(output, target)
 
 
 def count_hits(output: Any, target: Any) -> int | None:

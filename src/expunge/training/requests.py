@@ -144,8 +144,8 @@ def identify(request: Request, **more: Any) -> dict[str, str]:
     """What a resumed run must have in common with the one that was stopped, by name: of data that
     lie in memory the bytes too."""
     data = request.retained
-    held = list_columns(data.examples) if data.kind == "columns" else []
-    content = [hash_tensor(column).hex() for column in held if is_tensor(column)]
+    columns = list_columns(data.examples) if data.kind == "columns" else []
+    content = [hash_tensor(column).hex() for column in columns if is_tensor(column)]
     facts = {
         "people to forget": "\0".join(sorted(request.names)),
         "data": repr((data.kind, data.people if data.stream else data.ids, content)),

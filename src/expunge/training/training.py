@@ -17,20 +17,17 @@ from torch.nn.functional import cross_entropy
 from expunge.errors import InputError, UnlearningError
 from expunge.networks.randomness import derive_seed, seed_all
 from expunge.progress import show_progress
-from expunge.training.batches import (
-    Batches,
-    Collate,
-    Loader,
-    check_batch_size,
-    move_batch,
-    split_batch,
-)
+from expunge.recipes import check_value
+from expunge.training.batches import Batches, Collate, Loader, move_batch, split_batch
 from expunge.training.checkpoints import read_checkpoint, write_checkpoint
 from expunge.training.evaluation import evaluate
 from expunge.training.losses import Loss, check_loss, compute_loss
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 OptimizerName = Literal["sgd", "adam", "adamw"]
+OPTIMIZERS: Mapping[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW,
+}  # fmt: skip
 ScheduleName = Literal["constant", "linear", "cosine", "one-cycle"]
 
 
@@ -70,22 +67,19 @@ class Training:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "learning_rate", "momentum", "weight_decay"):
-            given = getattr(self, name)
-            if not isinstance(given, int | float) or not 0 <= given < math.inf:
-                raise InputError.of(name, given, "a finite number >= 0")
-        check_batch_size(self.batch_size)
+            check_value("nonnegative", name, getattr(self, name))
+        check_value("whole", "batch_size", self.batch_size)
         check_loss(self.loss)
-        names = ("sgd", "adam", "adamw")
-        if self.optimizer not in names and not callable(self.optimizer):
-            raise InputError.of("optimizer", self.optimizer, f"one of {', '.join(names)}")
+        if not callable(self.optimizer) and self.optimizer not in tuple(OPTIMIZERS):
+            raise InputError.of("optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
         if self.momentum and self.optimizer != "sgd":
             raise InputError.of("momentum", self.momentum, "0 unless the optimizer is sgd")
         if self.schedule not in SCHEDULES:
             raise InputError.of("schedule", self.schedule, f"one of {', '.join(SCHEDULES)}")
-        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
-            raise InputError.of("clip_norm", self.clip_norm, "a number > 0")
-        if self.patience is not None and self.patience < 1:
-            raise InputError.of("patience", self.patience, "a whole number >= 1")
+        if self.clip_norm is not None:
+            check_value("positive", "clip_norm", self.clip_norm)
+        if self.patience is not None:
+            check_value("whole", "patience", self.patience)
 
     def describe(self) -> dict[str, Any]:
         """The options as plain values, functions by name: what a record says of a training."""
@@ -143,16 +137,11 @@ class Training:
             state["optimizer"] = run.optimizer.state_dict()
 
     def _make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        given: Any = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        match self.optimizer:
-            case "sgd":
-                return torch.optim.SGD(parameters, momentum=self.momentum, **given)
-            case "adam":
-                return torch.optim.Adam(parameters, **given)
-            case "adamw":
-                return torch.optim.AdamW(parameters, **given)
-            case make:
-                return make(parameters)
+        if callable(self.optimizer):
+            return self.optimizer(parameters)
+        given = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
+        momentum = {"momentum": self.momentum} if self.optimizer == "sgd" else {}
+        return OPTIMIZERS[self.optimizer](parameters, **given, **momentum)
 
 
 CHECKPOINT = "training.pt"

@@ -6,11 +6,10 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio.to_thread
 import uvicorn
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -21,78 +20,32 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.staticfiles import StaticFiles
 
 from expunge import ExpungeError, InputError
-from expunge_ledger import records
 from expunge_ledger.ledger import Ledger
-from expunge_ledger.server import pages
-from expunge_ledger.server.desk import Desk
-from expunge_ledger.server.gate import RefusedError, StrictRoute, pass_gate
-from expunge_ledger.server.service import TYPES, Refused, Service
+from expunge_ledger.server import api, pages, sessions
+from expunge_ledger.server.access import Server
+from expunge_ledger.server.background import Background
+from expunge_ledger.server.gate import RefusedError, describe_problems, pass_gate
 
 THREADS, BODY = 12, 65_536  # each thread may have one connection to the database
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-LONGEST = 28_800  # seconds of a session
 ABOUT = "Requests of people to be forgotten, and the certified releases that answer them."
 KNOWN = {404: "there is no such page", 405: "this is not done so", 413: "the body is too long"}
-
-CODES = (400, 401, 403, 404, 405, 409, 413, 415, 422, 429, 500, 503)
-BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-SENT = {kind.partition(";")[0]: {} if "json" in kind else BYTES for kind in TYPES.values()}
-# The operations under /api: programs send Authorization: Bearer. Cookies mean nothing there, so no
-# other site can make a browser ask for anything.
-OPERATIONS = {
-    "show_me": "GET /me",
-    "list_requests": "GET /requests",
-    "file_request": "POST /requests",
-    "find_requests": "POST /requests/find",
-    "show_request": "GET /requests/{number}",
-    "list_events": "GET /requests/{number}/events",
-    "show_reason": "GET /requests/{number}/reason",
-    "refuse_request": "POST /requests/{number}/refuse",
-    "withdraw_request": "POST /requests/{number}/withdraw",
-    "verify_request": "POST /requests/{number}/verify",
-    "list_models": "GET /models",
-    "show_model": "GET /models/{model}",
-    "work_on_model": "POST /models/{model}/work",
-    "verify_model": "POST /models/{model}/verify",
-    "show_work": "GET /work",
-    "download": "GET /models/{model}/releases/{number}/{file}",
-    "verify_ledger": "POST /verify",
-    "export": "POST /evidence",
-}
-
-
-def make_api(service: Service) -> APIRouter:
-    """The JSON API: the service's own methods, and their OpenAPI document."""
-    refused: dict[int | str, Any] = {code: {"model": Refused} for code in CODES}
-    router = APIRouter(prefix="/api", responses=refused, route_class=StrictRoute)
-    more: dict[str, dict[str, Any]] = {
-        "file_request": {"status_code": 201, "responses": {200: {"model": records.Request}}},
-        "work_on_model": {"status_code": 202},
-        "download": {"response_class": Response, "responses": {200: {"content": SENT}}},
-        "export": {"response_class": Response,
-                   "responses": {200: {"content": {"application/zip": BYTES}}}},
-    }  # fmt: skip
-    for name, place in OPERATIONS.items():
-        method, path = place.split()
-        router.add_api_route(path, getattr(service, name), methods=[method], **more.get(name, {}))
-    return router
 
 
 def make_app(
     ledger: Ledger, *, names: tuple[str, ...] = (), rate: tuple[float, float] = (200, 40),
-    desk: Desk | None = None,
+    pause: float = 5.0,
 ) -> FastAPI:  # fmt: skip
     """The application; it answers to the names of this machine's loopback and to ``names``, which
     are those of a proxy with TLS: then cookies need TLS. ``rate``: how often a token may ask, at
-    once and a second."""
-    service = Service(ledger, desk or Desk(ledger), rate)
+    once and a second; ``pause``: see :class:`Background`."""
+    server = Server(ledger, Background(ledger, pause=pause), rate)
 
     @asynccontextmanager
     async def live(app: FastAPI) -> AsyncGenerator[None]:
         anyio.to_thread.current_default_thread_limiter().total_tokens = THREADS
-        service.desk.start()
+        server.background.start()
         yield
-        service.desk.stop()
 
     app = FastAPI(
         title="expunge ledger", description=ABOUT, version="1", lifespan=live,
@@ -100,19 +53,20 @@ def make_app(
         swagger_ui_oauth2_redirect_url=None, redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
     )  # fmt: skip
-    app.state.service, app.state.secure = service, bool(names)
-    app.include_router(make_api(service))
+    app.state.server, app.state.secure = server, bool(names)
+    app.include_router(api.router)
     app.include_router(pages.router)
-    app.mount("/assets", StaticFiles(directory=pages.TEMPLATES.with_name("assets")))
+    app.mount("/assets", StaticFiles(directory=sessions.TEMPLATES.with_name("assets")))
     app.add_middleware(
-        SessionMiddleware, secret_key=secrets.token_hex(32), max_age=LONGEST, same_site="strict",
+        SessionMiddleware, secret_key=secrets.token_hex(32), same_site="strict",
         session_cookie="__Host-expunge" if names else "expunge", https_only=bool(names),
+        max_age=sessions.REST,
     )  # fmt: skip
     app.add_middleware(RequestBodyLimitMiddleware, max_body_size=BODY)
     hosts = [*LOOPBACK, *(name.lower() for name in names)]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
     app.add_middleware(BaseHTTPMiddleware, dispatch=pass_gate)
-    for kind in (ExpungeError, RequestValidationError, HTTPException, pages.SignInNeededError):
+    for kind in (ExpungeError, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, explain)
     return app
 
@@ -120,20 +74,18 @@ def make_app(
 def explain(request: Request, error: Exception) -> Response:
     """The answer to what went wrong: JSON for programs, a page for people."""
     match error:
-        case pages.SignInNeededError():
-            return pages.go("/sign-in")
         case RequestValidationError():
             found = error.errors()
             status = 404 if any("path" in one["loc"][:1] for one in found) else 422
-            refused = RefusedError(status, pages.describe_problems(found))
+            refused = RefusedError(status, describe_problems(found))
         case HTTPException() if not isinstance(error, RefusedError):
             refused = RefusedError(error.status_code, KNOWN.get(error.status_code, "refused"))
         case _:
-            refused = request.app.state.service.translate(error)
+            refused = request.app.state.server.translate(error)
     if request.url.path.startswith("/api"):
         return JSONResponse({"detail": str(refused)}, refused.status_code, refused.headers)
     try:
-        visitor = pages.find_visitor(request)
+        visitor = sessions.find_visitor(request)
     except RefusedError:
         return Response(str(refused), refused.status_code, media_type="text/plain")
     return visitor.show("error.html.j2", refused)

@@ -12,12 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -35,7 +32,6 @@ HEADERS = {
     "Cache-Control": "no-store",
 }
 ONCE = ("host", "authorization", "cookie", "content-type", "content-length", "origin")
-METHODS = ("GET", "HEAD", "POST")
 
 
 class RefusedError(HTTPException):
@@ -44,6 +40,7 @@ class RefusedError(HTTPException):
     def __init__(self, status: int, sentence: str, wait: int = 0) -> None:
         headers = {"Retry-After": str(wait)} if wait else {}
         headers |= {"WWW-Authenticate": "Bearer"} if status == 401 else {}
+        headers |= {"Location": "/sign-in"} if status == 303 else {}
         super().__init__(status, sentence, headers)
 
     def __str__(self) -> str:
@@ -60,17 +57,15 @@ class Rate:
 
     def __init__(self, limit: tuple[float, float]) -> None:
         (self.burst, self.rate), self._lock = limit, threading.Lock()
-        self._free = OrderedDict[str, float]()  # when each key will have asked for nothing
+        self._free = dict[str, float]()  # when each key will have asked for nothing
 
     def take(self, key: str) -> int:
         """0 if it may, else the seconds after which it may."""
         with self._lock:
             now = time.monotonic()
-            free = max(now, self._free.pop(key, now))
+            free = max(now, self._free.get(key, now))
             wait = free - now - (self.burst - 1) / self.rate
             self._free[key] = free if wait > 1e-9 else free + 1 / self.rate
-            if len(self._free) > 10_000:
-                self._free.popitem(last=False)
         return math.ceil(wait) if wait > 1e-9 else 0
 
 
@@ -87,8 +82,8 @@ async def pass_gate(request: Request, call_next: Any) -> Response:
         answer = JSONResponse({"detail": "something is broken here"}, 500)
     for name, value in HEADERS.items():
         answer.headers.setdefault(name, value)
-    route = getattr(request.scope.get("route"), "path", "(no route)")
-    method = request.method if request.method in METHODS else "(other)"
+    route = getattr(request.scope.get("route"), "path_format", "(no route)")
+    method = request.method if request.method in ("GET", "POST") else "(other)"
     spent, who = 1000 * (time.monotonic() - began), getattr(request.state, "token", "-")
     LOG.info("%s %s %s %.0f ms %s", method, route, answer.status_code, spent, who)
     return answer
@@ -105,8 +100,6 @@ def check_headers(request: Request) -> None:
         raise RefusedError(400, "Content-Length and Transfer-Encoding are both there")
     if not (length.isascii() and length.isdigit()) or len(length) > 12:
         raise RefusedError(400, "Content-Length must be a number")
-    if request.method not in METHODS:
-        raise RefusedError(405, "only GET and POST are known here")
 
 
 def check_type(request: Request, body: bytes, needed: str) -> None:
@@ -119,30 +112,31 @@ def check_type(request: Request, body: bytes, needed: str) -> None:
         raise RefusedError(415, f"the body must be {needed} in UTF-8")
 
 
-class StrictRoute(APIRoute):
-    """A route of the API: its body is JSON that no two programs read in two ways."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, behind the checks of the body."""
-        handle = super().get_route_handler()
-
-        async def handle_strictly(request: Request) -> Response:
-            body = await request.body()
-            check_type(request, body, "application/json")
-            try:
-                if b"\0" in body:
-                    raise ValueError(body)  # noqa: TRY301
-                text = body.decode("utf-8-sig")
-                json.loads(text or "{}", object_pairs_hook=_read_pairs)
-            except (ValueError, RecursionError):
-                raise RefusedError(400, "the body must be JSON in UTF-8") from None
-            request._body = text.encode()  # pyright: ignore[reportPrivateUsage]
-            return await handle(request)
-
-        return handle_strictly
+async def check_json(request: Request) -> None:
+    """The body of a program is JSON that no two programs read in two ways."""
+    body = await request.body()
+    check_type(request, body, "application/json")
+    try:
+        if b"\0" in body:  # as UTF-16 and UTF-32 have
+            raise ValueError(body)  # noqa: TRY301
+        json.loads(body or b"{}", object_pairs_hook=_read_pairs)
+    except (ValueError, RecursionError):
+        raise RefusedError(400, "the body must be JSON in UTF-8") from None
 
 
 def _read_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({name for name, _ in pairs}) != len(pairs):
         raise RefusedError(422, "a field of the body is there twice")
     return dict(pairs)
+
+
+def describe_problems(problems: Any) -> str:
+    """What a validation found, without the values: they may name a person."""
+    said = list[str]()
+    for problem in problems[:5]:
+        place = [str(part) for part in problem["loc"] if part not in ("body", "query", "path")]
+        name = ".".join(place) if all(part.isidentifier() for part in place) else "a field"
+        unknown = problem["type"] == "extra_forbidden"
+        what = "it is not known here" if unknown else problem["msg"]
+        said.append(f"{name or 'the body'}: {what}")
+    return "; ".join(said)
