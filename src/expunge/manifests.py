@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +72,9 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Its one file, which ends with its own SHA-256."""
-        plain = json.dumps(asdict(self), sort_keys=True, ensure_ascii=False, allow_nan=False)
+        shallow = {name: _list_fields(value) for name, value in vars(self).items()}
+        shallow["files"] = {name: vars(entry) for name, entry in self.files.items()}
+        plain = json.dumps(shallow, sort_keys=True, ensure_ascii=False, allow_nan=False)
         digest = hashlib.sha256(plain.encode()).hexdigest()
         return f'{plain[:-1]}, "sha256": "{digest}"}}\n'.encode()
 
@@ -80,7 +83,7 @@ class Manifest:
         """What ``to_bytes`` wrote, and nothing else; ValueError or KeyError if not."""
         plain: dict[str, Any] = json.loads(data, object_pairs_hook=refuse_twice)
         plain.pop("sha256")
-        made = TypeAdapter(cls).validate_python(plain)
+        made = _find_reader().validate_python(plain)
         named = all(entry.file == f"{n}.{entry.sha256[:24]}" for n, entry in made.files.items())
         named &= all(_MARK.fullmatch(mark) and n >= 0 for mark, n in made.pending.items())
         if made.to_bytes() != data or not named or not all(map(is_inside, made.list_files())):
@@ -91,6 +94,15 @@ class Manifest:
         """Every file that it names."""
         listed = () if self.forgotten is None else (self.forgotten,)
         return {entry.file for entry in (*self.files.values(), *listed)}
+
+
+@functools.cache
+def _find_reader() -> TypeAdapter[Manifest]:
+    return TypeAdapter(Manifest)
+
+
+def _list_fields(value: Any) -> Any:
+    return vars(value) if isinstance(value, Entry | Announced) else value
 
 
 def read_kind(path: str | Path) -> str | None:

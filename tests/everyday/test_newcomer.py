@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import transformers
@@ -20,7 +21,7 @@ import expunge
 from expunge.certificates.signing import fingerprint, generate_key_pair, read_public_key
 from expunge.certificates.wording import write_statement
 from expunge.data.people import check_request
-from expunge.linear_model import LogisticRegression
+from expunge.linear_model import LogisticRegression, Ridge
 from tests.everyday.conftest import FORGET, NAMES
 
 TOKENIZER = transformers.PreTrainedTokenizerFast(
@@ -140,3 +141,29 @@ def test_a_statement_names_the_key_as_verify_does(data):
     release = expunge.retrain(build, data, forget=FORGET, train=Trainer(0.1))
     statement = write_statement(release.certificate.sign(private))
     assert fingerprint(read_public_key(public)) in statement
+
+
+@pytest.mark.parametrize(
+    ("column", "said"),
+    [
+        ([1.0, np.nan], r"X, column 'b', is nan; .* not NaN or infinity"),
+        ([None, 2.0], r"X, column 'b', is nan; .* not NaN or infinity"),
+        (["x", "y"], r"X, column 'b', is '.*'; it must be numbers: of text declare"),
+        (pd.date_range("2026", periods=2), r"X, column 'b', is 'datetime.*'; it must be numbers"),
+    ],
+)
+def test_a_cell_that_is_no_number_is_named_by_its_column(column, said):
+    table = pd.DataFrame({"a": [1.0, 2.0], "b": column})
+    with pytest.raises(expunge.InputError, match=said):
+        LogisticRegression().fit(table, [0, 1])
+
+
+def test_a_class_loads_what_is_its_own(rows, tmp_path):
+    x, y = (part.numpy() for part in rows)
+    model = LogisticRegression().fit(x, y, ids=NAMES)
+    model.save(tmp_path / "state")
+    assert LogisticRegression.load(tmp_path / "state").holds(FORGET) == FORGET
+    release = model.forget(FORGET).save(tmp_path / "release")
+    assert (LogisticRegression.load(release).coef_ == model.coef_).all()
+    with pytest.raises(expunge.InputError, match="it must be of a Ridge"):
+        Ridge.load(tmp_path / "state")

@@ -15,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from expunge.linear_model import LogisticRegression, Ridge, RidgeClassifier
-from expunge.linear_model.ridge import GRID, _round
+from expunge.linear_model.system import round_whole
 
 TABLES = ["iris", "wine", "breast_cancer", "digits"]
 
@@ -182,14 +182,14 @@ def test_the_same_bits_with_another_blas(kernel: str) -> None:
 
 
 def test_rounding_knows_what_is_certain() -> None:
-    hi = np.array([[GRID, 1.5 * GRID, -2.5 * GRID]])
-    zero, bound = np.zeros_like(hi), np.full(3, GRID * 1e-3)
-    q, certain = _round(hi, zero, zero, bound)
+    shift = np.full((1, 3), 10).astype(object)  # a whole number is 1024 units
+    W = np.array([[1024, 1536, -2560]], dtype=object)
+    found, certain = round_whole(W, shift, np.full(3, 1e-3))
     assert not certain
-    assert (q / GRID).tolist() == [[1.0, 1.0, -2.0]]  # the ones nearer zero
-    q, certain = _round(hi, zero + GRID / 10, zero, bound)
+    assert found.tolist() == [[1.0, 1.0, -2.0]]  # the ones nearer zero
+    found, certain = round_whole(W + 102, shift, np.full(3, 1e-3))
     assert certain
-    assert (q / GRID).tolist() == [[1.0, 2.0, -2.0]]
+    assert found.tolist() == [[1.0, 2.0, -2.0]]
 
 
 def test_a_pipeline_with_a_public_step() -> None:

@@ -19,7 +19,7 @@ from sklearn.utils.validation import validate_data
 from expunge.data.people import check_request, read_people
 from expunge.errors import InputError, UnlearningError
 from expunge.linear_model.numbers import FixedPoint, Numbers, read_numbers
-from expunge.linear_model.released import KIND, make_release
+from expunge.linear_model.released import KIND, load, make_release
 from expunge.linear_model.rows import Change, Store, read_owners
 from expunge.linear_model.sums import Labels, Sums
 from expunge.manifests import read_kind
@@ -119,7 +119,12 @@ class LinearModel(BaseEstimator):
             self.n_features_in_ = columns.shape[1]
         else:
             options: Any = {"multi_output": True, "y_numeric": False, "dtype": np.float64}
-            X, y = cast(Any, validate_data(self, X, y, reset=reset, **options))
+            options["ensure_all_finite"] = False  # which column it is, FixedPoint says
+            try:
+                X, y = cast(Any, validate_data(self, X, y, reset=reset, **options))
+            except (TypeError, ValueError):
+                _name_text(X)
+                raise
             named = cast("Sequence[str] | None", getattr(self, "feature_names_in_", None))
             columns = FixedPoint().quantise(X, "X", named)
         targets, labels = self._read_targets(y, fit)
@@ -321,6 +326,28 @@ class LinearModel(BaseEstimator):
         """Copy the state to a new folder; it is private. ``load`` opens it."""
         self._open().state.copy(path)
         return Path(path)
+
+    @classmethod
+    def load(cls, path: str | Path, network: Any = None) -> Self:
+        """The model of a state, which goes on there, or a predictor from a release."""
+        made = load(path, network)
+        if not isinstance(made, cls):
+            raise InputError.of("path", str(path), f"of a {cls.__name__}")
+        return made
+
+
+def _name_text(X: Any) -> None:
+    """Refuse a table by the name of its first column that is no numbers."""
+    for name in getattr(X, "columns", ()):
+        valid = "numbers: of text declare the categories, OneHotEncoder(categories=[[…]])"
+        refused = InputError.of(f"X, column {name!r},", str(X[name].dtype), valid)
+        column = np.asarray(X[name])
+        if column.dtype.kind in "mM":  # dates, which would become numbers of some unit
+            raise refused
+        try:
+            column.astype(np.float64)
+        except (TypeError, ValueError):
+            raise refused from None
 
 
 def _to_plain(value: Any) -> Any:

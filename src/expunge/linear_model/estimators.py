@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from expunge.linear_model.features import Features
 
 Reals = npt.NDArray[np.float64]
+_TABLE, _FEATURES = 1e-4, 1e-3  # tolerances of a gradient
 
 
 @dataclass(eq=False, repr=False)
@@ -218,7 +219,8 @@ class LogisticRegression(_Classifier):
 
     Solved again from the rows that remain by a deterministic solver, whose start and directions
     come from their sums. ``tol`` bounds the largest component of the gradient, in units in which
-    columns have variance 1.
+    columns have variance 1; None is 1e-4 for a table, and 1e-3 for features of a network, where no
+    more accuracy is to be had.
 
     >>> X, y = np.eye(4), [True, True, False, False]
     >>> model = LogisticRegression(C=10.0).fit(X, y, ids=["ann", "bob", "cem", "dee"])
@@ -228,7 +230,7 @@ class LogisticRegression(_Classifier):
 
     C: float = 1.0
     _: KW_ONLY
-    tol: float = 1e-4
+    tol: float | None = None
     fit_intercept: bool = True
     max_iter: int = 500
     standardise: bool = False
@@ -237,9 +239,12 @@ class LogisticRegression(_Classifier):
     state: str | Path | None = None
 
     def _solve(self, store: Store, change: Change | None, sums: Sums) -> Solution:
-        for name in ("C", "tol"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError.of(name, getattr(self, name), "a finite number > 0")
+        tol = self.tol
+        if tol is None:
+            tol = _TABLE if self.features is None else _FEATURES
+        for name, value in (("C", self.C), ("tol", tol)):
+            if not 0 < value < math.inf:
+                raise InputError.of(name, value, "a finite number > 0")
         present, labels = sums.labels or (), self._list_labels(sums)
         rows = store.read_ordered(change)
         features, unit = rows["features"], 1.0
@@ -250,13 +255,11 @@ class LogisticRegression(_Classifier):
         classes = order[np.searchsorted(codes[order], rows["target"][:, 0])]
         moments = compute_moments(sums, store.numbers, present, self.fit_intercept)
         table = np.ascontiguousarray(features), classes, unit
-        solved, left = fit_logistic(
-            table, moments, self.C, self.tol, self.max_iter, self.standardise
-        )
-        if left > self.tol:
+        solved, left = fit_logistic(table, moments, self.C, tol, self.max_iter, self.standardise)
+        if left > tol:
             warnings.warn(
                 f"the gradient is {left:.1e} after {solved.iterations} evaluations, above tol = "
-                f"{self.tol}; a larger max_iter gets nearer",
+                f"{tol}; a larger max_iter gets nearer",
                 ConvergenceWarning,
                 stacklevel=3,
             )

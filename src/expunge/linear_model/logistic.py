@@ -40,7 +40,7 @@ class Objective:
     def __init__(self, rows: Rows, penalty: Reals, scale: Reals, moments: Moments) -> None:
         self.features, self.classes, self.unit = rows
         self.penalty, self.scale = penalty[:, None], scale
-        self.means = moments.columns[0] / moments.rows * moments.intercept
+        self.means = moments.means[0]
         self.intercept = moments.intercept
         self.real: Any = np.float32 if self.features.dtype.kind == "i" else np.float64
         self.pool = ThreadPoolExecutor(os.cpu_count() or 1)
@@ -96,15 +96,14 @@ def fit_logistic(
 
     Returns the largest component that is left too.
     """
-    n, q = moments.rows, moments.cross[0].shape[1]
+    n, q = moments.rows, len(moments.t)
     system = make_system(moments, 1 / (C * _CURVATURE), standardise)
     with one_thread(), np.errstate(over="ignore", under="ignore"):
-        factor = linalg.cho_factor(system.matrix[0].astype(np.float64), check_finite=False)
-        start = linalg.cho_solve(factor, system.right[0], check_finite=False) / system.outputs
+        factor = linalg.cho_factor(system.matrix.astype(np.float64), check_finite=False)
+        start = linalg.cho_solve(factor, system.right, check_finite=False) / system.outputs
         penalty = moments.variances if standardise else np.ones(len(start))
         objective = Objective(rows, penalty / (C * n), system.scale, moments)
-        first = moments.outputs[0] / n if moments.intercept else np.zeros(q)
-        V = np.concatenate([start, first[None]])
+        V = np.concatenate([start, moments.means[1][None]])
         curvature, V = _scale_start(objective, V)
         unit = curvature / (float(n) * moments.unit)
 

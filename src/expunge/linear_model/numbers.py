@@ -76,6 +76,11 @@ class FixedPoint:
             row, column = (int(place) for place in np.argwhere(bad)[0])
             named = repr(columns[column]) if columns is not None else str(column)
             valid = f"at most 2^{reach} in size: divide that column by a public constant"
+            if not np.isfinite(x[row, column]):
+                valid = (
+                    "a number, not NaN or infinity: where one is missing put a constant that is "
+                )
+                valid += "fixed in advance, and say so in a column of its own"
             raise InputError.of(f"{field}, column {named},", float(x[row, column]), valid)
         return np.rint(x * 2.0**-self.exponent) * 2.0**self.exponent + 0.0  # no -0.0
 

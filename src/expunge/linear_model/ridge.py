@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,20 +26,16 @@ from threadpoolctl import ThreadpoolController
 from expunge.linear_model.system import (
     Moments,
     Reals,
+    Residual,
     System,
-    add_exactly,
-    add_to,
     find_intercept,
     make_system,
-    multiply_exactly,
 )
 
-GRID = 2.0**-48
+GRID = -48  # as a power of two
 _SMALL = 384  # below this a float64 factor costs nothing
-_TILE = 32  # rows that stay in a cache
-_RESIDUALS = 3
 _REFINEMENTS = 6
-_ROUND = 2.0**-53
+_MOST = 2.0**400  # of a penalty, beyond which exact residuals overflow float64
 
 
 @dataclass(frozen=True)
@@ -73,7 +67,8 @@ def solve_ridge(moments: Moments, alphas: Sequence[float], standardise: bool) ->
     """Coefficients of the retained sums, rounded to their grid."""
     alpha = alphas[0] if len(alphas) == 1 else choose_alpha(moments, alphas, standardise)
     system = make_system(moments, alpha, standardise, reuse=True)
-    found = _solve_rounded(system) if system.least > 0 else None
+    provable = system.least > len(system.right) * 2.0**-100 and alpha * moments.unit < _MOST
+    found = _solve_rounded(moments, system) if provable else None
     W = (_solve_plain(system) if found is None else found) * system.scale[:, None] / system.outputs
     return Solution(W, find_intercept(moments, W), alpha, found is not None)
 
@@ -85,7 +80,7 @@ def choose_alpha(moments: Moments, alphas: Sequence[float], standardise: bool) -
     RSS = Q - Σ ‖c_j‖² (e_j + 2 α)/(e_j + α)².
     """
     n, unit = moments.rows, float(moments.unit)
-    G, B = moments.gram[0] / unit, moments.cross[0] / unit
+    G, B = moments.gram / unit, moments.cross / unit
     if standardise:
         inverse = 1 / np.sqrt(np.where(moments.variances > 0, moments.variances, 1.0))
         G, B = G * inverse[:, None] * inverse, B * inverse[:, None]
@@ -103,18 +98,14 @@ def choose_alpha(moments: Moments, alphas: Sequence[float], standardise: bool) -
     return -min(scores)[1]
 
 
-def _solve_rounded(system: System) -> Reals | None:
+def _solve_rounded(moments: Moments, system: System) -> Reals | None:
     """W'' on its grid, proven; None where refining does not get there."""
-    right = system.right[0]
-    if not right.any():
-        return np.zeros_like(right)
-    for real in (np.float32, np.float64) if len(right) > _SMALL else (np.float64,):
-        inverse = factor(system.matrix[0], real)
-        if inverse is not None:
-            W = _approach(system, inverse)
-            found = None if W is None else _refine(system, inverse, W)
-            if found is not None:
-                return found
+    if not system.right.any():
+        return np.zeros_like(system.right)
+    for real in (np.float32, np.float64) if len(system.right) > _SMALL else (np.float64,):
+        inverse = factor(system.matrix, real)
+        if inverse is not None and (found := _refine(moments, system, inverse)) is not None:
+            return found
     return None
 
 
@@ -134,120 +125,47 @@ def factor(matrix: Reals, real: type[Any]) -> Callable[[Reals], Reals] | None:
     return solve
 
 
-def _approach(system: System, inverse: Callable[[Reals], Reals]) -> Reals | None:
-    """A solution to about float64, by residuals in float64; None where they do not shrink."""
-    M, C = system.matrix[0], system.right[0]
-    W, last = inverse(C), math.inf
+def _approach(M: Reals, R: Reals, inverse: Callable[[Reals], Reals]) -> Reals | None:
+    """M⁻¹ R to about float64, by residuals in float64; None where they do not shrink."""
+    W, first = inverse(R), float(np.abs(R).max())
+    last = math.inf
     for _ in range(_REFINEMENTS):
-        R = C - M @ W
-        size = float(np.abs(R).max())
+        rest = R - M @ W
+        size = float(np.abs(rest).max()) / first
         if not math.isfinite(size) or (size >= last and size > 1e-6):
             return None
         if size >= last / 4 or size < 1e-13:
             break
-        W, last = W + inverse(R), size
+        W, last = W + inverse(rest), size
     return W
 
 
-def _refine(system: System, inverse: Callable[[Reals], Reals], W: Reals) -> Reals | None:
-    """Exact residuals, corrections to them, and the bound, until every rounding is certain."""
-    M, sums = system.matrix[0], tuple(part.copy() for part in system.right)
-    length = float(np.linalg.norm(M))
-    slip = (len(M) + 5) * _ROUND * length  # of one product M δ in float64, for ‖δ‖ = 1
-    hi, R, exact = _subtract(system, sums, W)
-    lo, q, bound = np.zeros_like(W), W, np.full(W.shape[1], math.inf)
-    for _ in range(_RESIDUALS):
-        rest, error = np.zeros_like(W), exact + 2 * _ROUND * np.linalg.norm(R, axis=0)
-        for _ in range(_REFINEMENTS):
-            step = inverse(R)
-            rest = rest + step
-            R = R - M @ step
-            error = error + slip * np.linalg.norm(step, axis=0)
-            error = error + _ROUND * length * np.linalg.norm(rest, axis=0)
-            size = np.linalg.norm(R, axis=0)
-            before, bound = bound, (size + error) / system.least * 1.0001
-            q, certain = _round(hi, lo, rest, bound)
-            if certain:
-                return q
-            if (size < 8 * error).all() or not (bound < before / 4).any():
-                break
-        part, R, error = _subtract(system, sums, rest)
-        lo, exact = lo + part, exact + error
-    return q if float(bound.max()) < GRID * 2.0**-20 else None
-
-
-def _round(hi: Reals, lo: Reals, rest: Reals, bound: Reals) -> tuple[Reals, bool]:
-    """The nearest grid points, and whether nothing within ``bound`` could have others."""
-    q = np.rint(hi / GRID)
-    r = (hi - q * GRID) + lo + rest
-    shift = np.rint(r / GRID)
-    r = r - shift * GRID
-    margin = GRID / 2 - np.abs(r)
-    narrow = margin <= bound + 2.0**-50 * (GRID + np.abs(lo) + np.abs(rest))
-    total = q + shift
-    other = total + np.sign(r)
-    total = np.where(narrow & (np.abs(other) < np.abs(total)), other, total)
-    return total * GRID, not narrow.any()
-
-
-def _cut(values: Reals, unit: Any, bits: int, count: int) -> tuple[list[Reals], Reals]:
-    """values = Σ_t 2^(-bits (t+1)) unit · slices[t] + what is left; slices are at most 2^bits."""
-    slices, left = list[Reals](), values.copy()
-    while len(slices) < count and left.any():
-        grid = unit * 2.0 ** (-bits * (len(slices) + 1))
-        whole = left / grid  # by a power of two: exact, as all of this is
-        np.rint(whole, out=whole)
-        slices.append(whole)
-        left -= whole * grid
-    return slices, left
-
-
-def _subtract(system: System, sums: tuple[Reals, ...], W: Reals) -> tuple[Reals, Reals, Reals]:
-    """Take M W' from ``sums``, W' about W: (W', what is left, how far each column may be off).
-
-    A slice of M times one of W is a whole number: bits of both and of the number of rows are 53.
-    """
-    p, q = W.shape
-    room = 53 - max(p - 1, 1).bit_length()
-    long = -(-2 * room // 3)
-    short = room - long
-    unit = np.ldexp(1.0, np.frexp(np.abs(W).max(axis=0, initial=0.0))[1])
-    pieces, left = _cut(W, unit, short, 3)
-    W = W - left
-    joined = np.concatenate([np.zeros((p, 0)), *pieces], axis=1)
-
-    def subtract(rows: slice, term: Reals) -> None:
-        for total, part in zip(sums, add_to(tuple(s[rows] for s in sums), -term), strict=True):
-            total[rows] = part
-
-    def work(at: int) -> float:
-        rows, tail = slice(at, at + _TILE), 0.0
-        for k, matrix in enumerate(system.matrix):
-            small = 2.0 ** (1 - 52 * k)
-            slices, left = _cut(matrix[rows], small, long, 4)
-            tail += float(np.abs(left).max(initial=0.0))
-            for whole in slices:
-                products, small = whole @ joined, small * 2.0**-long
-                for t in range(len(pieces)):
-                    grid = unit * (small * 2.0 ** (-short * (t + 1)))
-                    subtract(rows, products[:, t * q : (t + 1) * q] * grid)
-        return tail
-
-    with one_thread(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        tail = max(pool.map(work, range(0, p, _TILE)))
-    for term in multiply_exactly(system.rest[:, None], W):
-        subtract(slice(None), term)
-    top, low = add_exactly(sums[0], sums[1])
-    error = p * (np.linalg.norm(W, axis=0) + 1) * (tail + 2.0**-140)
-    return W, top + (low + sums[2]), error
+def _refine(moments: Moments, system: System, inverse: Callable[[Reals], Reals]) -> Reals | None:
+    """Corrections by exact residuals, and their bound, until every rounding is certain."""
+    residual, before = Residual(moments, system), math.inf
+    for _ in range(_REFINEMENTS):
+        step = _approach(system.matrix, residual.read(), inverse)
+        if step is None:
+            return None
+        with one_thread():
+            residual.step(step)
+        bound = np.linalg.norm(residual.read(), axis=0) / system.least * 1.0001
+        largest = float(bound.max())
+        found, certain = residual.round(bound, GRID)
+        if certain:
+            return found
+        if not 0 < largest < before / 4:
+            return found if largest < 2.0 ** (GRID - 20) else None
+        before = largest
+    return None
 
 
 def _solve_plain(system: System) -> Reals:
     """Least squares of least norm, float64 on one thread: the same bits in one environment."""
     with one_thread():
-        e, V = linalg.eigh(system.matrix[0], check_finite=False)
+        e, V = linalg.eigh(system.matrix, check_finite=False)
         keep = e > max(float(e.max(initial=0.0)), 0.0) * len(e) * 2.0**-50
-        return V[:, keep] @ ((V[:, keep].T @ system.right[0]) / e[keep, None])
+        return V[:, keep] @ ((V[:, keep].T @ system.right) / e[keep, None])
 
 
 @functools.cache

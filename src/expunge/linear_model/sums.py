@@ -89,8 +89,8 @@ class Sums:
         kind = "<i4" if np.abs(largest).max(initial=0) < 2**31 else "<i8"
         head = {"rows": self.rows, "labels": self.labels, "shapes": shapes, "kind": kind}
         parts: list[Any] = [_MAGIC + json.dumps(head, sort_keys=True).encode() + b"\n"]
-        for digit in self.gram:
-            parts += [digit[i, i:].astype(kind).data for i in range(len(digit))]
+        for digit in self.gram.astype(kind, copy=False):
+            parts += [digit[i, i:].data for i in range(len(digit))]
         return b"".join([*parts, *(a.astype("<i8").tobytes() for a in (self.cross, self.square))])
 
     @classmethod
