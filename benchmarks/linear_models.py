@@ -2,8 +2,8 @@
 
 From the request to a written and verified certificate, in a warm process, against 25 epochs of the
 tuned head (1280-32-32-10, SGD, one-cycle; five epochs are timed). Features are those of CIFAR-10
-where EXPUNGE_DATA has all of them (experiments/table_features.py computes them), else drawn ones of
-the same size, ten noisy classes: the note says which. The same request as a command, from a cold
+where EXPUNGE_DATA has them (experiments/figure_routes.py computes them), else drawn ones of the
+same size, ten noisy classes: the note says which. The same request as a command, from a cold
 start, against the warm process; and the first call of ``Features`` against plain inference.
 """
 
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -50,13 +51,13 @@ def run() -> list[Row]:
 def load_features() -> tuple[torch.Tensor, torch.Tensor, str]:
     """[50000, 1280] features and their classes, and what they are."""
     folder = Path(os.environ.get("EXPUNGE_DATA", "/nowhere"))
-    files = sorted((folder / "features" / "cifar10").glob("cifar10-train-*.npz"))
     labels = sorted((folder / "cifar-10-batches-bin").glob("data_batch_*.bin"))
-    if len(files) * 250 == ROWS and len(labels) == 5:
-        x = np.concatenate([list(np.load(file).values())[-1] for file in files])
-        records = np.concatenate([np.fromfile(path, np.uint8).reshape(-1, 3073) for path in labels])
-        y = records[:, 0].astype(np.int64)
-        return torch.from_numpy(x), torch.from_numpy(y), "CIFAR-10, EfficientNet-Lite0, 160 px"
+    for file in (folder / "features").glob("efficientnet-lite0-96-*.safetensors"):
+        x = load_file(file)["features"]
+        if len(x) == ROWS and len(labels) == 5:
+            records = np.concatenate([np.fromfile(path, np.uint8) for path in labels])
+            y = torch.from_numpy(records.reshape(ROWS, -1)[:, 0].astype(np.int64))
+            return x, y, "CIFAR-10, EfficientNet-Lite0, 96 px"
     draw = torch.Generator().manual_seed(0)
     y = torch.randint(0, CLASSES, (ROWS,), generator=draw)
     basis = torch.randn(64, COLUMNS, generator=draw)

@@ -221,7 +221,7 @@ def _conclude(demo: Demo, seconds: float) -> None:
     write("\nseconds: from the request to its verified certificate, here and now.")
     write(
         "epsilon: at 0 the new model is, bit for bit, what training without these people gives; "
-        f"at {EPSILON:g} it is so up to chance (delta = {DELTA:g})."
+        f"at {EPSILON:g} no answer of it is more than e times as likely, but for {DELTA:g}."
     )
     write(
         "control: the same noisy run started from its centre, without the old network. At epsilon "

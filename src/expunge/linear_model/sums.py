@@ -219,4 +219,4 @@ def check_room(rows: int, largest: int) -> None:
     """Refuse before a sum could be rounded."""
     most = 2**53 // max(largest, 2**12) ** 2
     if rows > most:
-        raise InputError.of("rows", rows, f"at most {most:,} in one state")
+        raise InputError.of("rows", rows, f"at most {most:,} at once")
