@@ -242,8 +242,11 @@ def _multiply(G: Digits, pieces: list[Reals], half: int) -> list[Whole]:
             low -= high
             np.matmul(low, joined, out=found[m, 0, rows])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(work, range(0, len(joined), _TILE)))
+    if len(joined) <= _TILE:  # threads take longer to start than this
+        work(0)
+    else:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(work, range(0, len(joined), _TILE)))
     whole = found.astype(np.int64)
     products: Whole = to_whole(whole[:, 0]) + (to_whole(whole[:, 1]) << half)
     return np.split(products, len(pieces), axis=1)
