@@ -15,7 +15,9 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from expunge.linear_model import LogisticRegression, Ridge, RidgeClassifier
-from expunge.linear_model.system import round_whole
+from expunge.linear_model.numbers import FixedPoint
+from expunge.linear_model.sums import TARGETS, add_rows
+from expunge.linear_model.system import Residual, compute_moments, make_system, round_whole
 
 TABLES = ["iris", "wine", "breast_cancer", "digits"]
 
@@ -241,3 +243,15 @@ def test_threads_do_not_show() -> None:
 
 def test_nothing_is_warned_of_where_warnings_are_errors() -> None:
     LogisticRegression().fit(np.array([[0.0], [0.0], [1e7]]), [0, 1, 1])
+
+
+def test_a_step_below_the_last_bit_changes_nothing():
+    numbers, rng = FixedPoint(), np.random.default_rng(0)
+    X = numbers.quantise(rng.normal(size=(9, 2)), "X")
+    Y = TARGETS.quantise(rng.normal(size=(9, 1)), "y")
+    moments = compute_moments(add_rows(numbers, X, Y, None), numbers, None, True)
+    residual = Residual(moments, make_system(moments, 1.0, False))
+    before = residual.read()
+    residual.step(np.full((2, 1), 2.0**-300))
+    assert (residual.read() == before).all()
+    assert before.any()

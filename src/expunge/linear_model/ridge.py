@@ -1,8 +1,8 @@
 """Ridge regression with the same bits on every machine (THEORY 10, "Rounding").
 
 A factor in whatever float and on whatever number of threads gives a first solution. Its residual is
-then computed *exactly*: M and W are cut into slices so short that every product of slices is a
-whole number float64 holds. As no eigenvalue of M is below ``least``,
+then computed *exactly*, in whole numbers (:class:`~expunge.linear_model.system.Residual`). As no
+eigenvalue of M is below ``least``,
 
     ‖W - W*‖ ≤ ‖C - M W‖ / least,
 

@@ -204,6 +204,8 @@ class Residual:
         bits = min(-(-(40 + spread) // short) * short - spread, 50)
         grain = np.maximum(_find_top(found) - bits, -_DEPTH)
         found = np.ldexp(np.rint(np.ldexp(found, -grain)), grain)
+        if not found.any():  # below the last bit that is kept
+            return
         left = np.ldexp(found, scale[:, None])
         top, pieces = _find_top(left), list[Reals]()
         while left.any():
